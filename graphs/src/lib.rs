@@ -1,0 +1,10 @@
+//! One step, and how it runs: plans, their verification, the model families, and the devices that run them.
+//!
+//! Knows ops (`kernels`) and nothing of requests, files or HTTP. All unsafe code of the project is in `cuda/`.
+#![deny(unsafe_code)]
+
+pub mod device;
+pub mod plan;
+pub mod source;
+pub mod spec;
+pub mod step;

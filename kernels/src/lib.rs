@@ -1,0 +1,19 @@
+//! What one op computes: its parameters, shape check, launch geometry, CPU reference, and CUDA source.
+//!
+//! Nothing here knows of plans, devices, requests or files. Arrows point this way only: `server → runtime → graphs → kernels`.
+#![forbid(unsafe_code)]
+
+pub mod contract;
+pub mod entry;
+pub mod ops;
+pub mod spec;
+
+pub use ops::Op;
+pub use spec::{
+    BufferId, BufferSpec, Cols, DType, Precision, Role, Specs, TensorPart, WeightForm, WeightId, WeightSpec,
+};
+
+/// CUDA sources by file name, in a fixed order: `common.cuh` first, which the host puts in front of each.
+pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
+    &[]
+}

@@ -1,0 +1,28 @@
+//! mla_attend: o_lat[r, h, :] = Σ softmax(scale · (q_lat·latent + q_rope·k_rope)) · latent over keys 0…position of the row's slot.
+//!
+//! Contract §4: groups of ATTENTION_GROUP keys from position 0; inside a group online softmax over ATTENTION_TILE keys starting fresh,
+//! p rounded against the group's running maximum, the normaliser summing the unrounded p; groups by a left fold; O divided by the
+//! normaliser, then rounded. Pad rows attend to key 0 of page 0.
+
+use super::Paged;
+use crate::spec::BufferId;
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct MlaAttend {
+    /// Out `[R, heads, lora]` bf16.
+    pub o_lat: BufferId,
+    pub q_lat: BufferId,
+    pub q_rope: BufferId,
+    pub paged: Paged,
+    pub slot: BufferId,
+    pub position: BufferId,
+    /// Scratch f32 `[scratch_rows, groups, heads, lora + 2]` for group partials (a GPU's small batches only).
+    pub partials: BufferId,
+    /// Scratch u32 `[R, heads]`: arrivals, always 0 between ops.
+    pub arrivals: BufferId,
+    pub heads: usize,
+    pub rope_dim: usize,
+    pub lora: usize,
+    /// Softmax scale, YaRN's mscale² included.
+    pub scale: f32,
+}

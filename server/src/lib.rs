@@ -1,0 +1,2 @@
+//! slotgraph
+#![forbid(unsafe_code)]
