@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 pub mod contract;
+pub mod dummy;
 pub mod entry;
 pub mod ops;
 pub mod spec;
