@@ -4,6 +4,7 @@
 #![deny(unsafe_code)]
 
 pub mod device;
+pub mod model;
 pub mod plan;
 pub mod source;
 pub mod spec;

@@ -5,6 +5,7 @@
 //! differ. Nothing in a plan is a scalar that changes from step to step.
 
 use slotgraph_kernels::{BufferId, BufferSpec, Op, Specs, WeightId, WeightSpec};
+use std::collections::HashSet;
 
 /// Which part of the model a rank runs. `ranks` is 1, 2, 4 or 8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,4 +54,31 @@ impl Specs for Plan {
     fn logit_rows(&self) -> usize {
         self.logit_rows
     }
+}
+
+/// Why a plan cannot be built or must not be run.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    #[error("no plan of model {model}: {reason}")]
+    Unbuildable { model: &'static str, reason: String },
+    #[error("two {what}s are named {name}")]
+    DuplicateName { what: &'static str, name: String },
+}
+
+impl Plan {
+    /// Refuses a plan that a device must not run.
+    pub fn verify(&self) -> Result<(), PlanError> {
+        unique("buffer", self.buffers.iter().map(|buffer| &buffer.name))?;
+        unique("weight", self.weights.iter().map(|weight| &weight.name))
+    }
+}
+
+fn unique<'a>(what: &'static str, names: impl Iterator<Item = &'a String>) -> Result<(), PlanError> {
+    let mut seen = HashSet::new();
+    for name in names {
+        if !seen.insert(name) {
+            return Err(PlanError::DuplicateName { what, name: name.clone() });
+        }
+    }
+    Ok(())
 }

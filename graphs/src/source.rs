@@ -17,7 +17,8 @@ pub struct SourceError {
 /// Weights by spec.
 pub trait Source: Send + Sync {
     /// Group `group` of `spec` as bf16 bits, row-major `[n, k]` (vectors and tables: as declared), into `out`.
-    /// `out.len()` is exactly the group's element count. Never called for computed forms.
+    /// `out.len()` is exactly the group's element count; elements that no part covers become zero. Never called for
+    /// computed forms.
     fn read(&self, spec: &WeightSpec, group: usize, out: &mut [u16]) -> Result<(), SourceError>;
     /// Set when matrices and tables are `kernels::dummy::element` of their tensors: a device may then make them itself,
     /// with the same bits as `read`. Vectors are always read.
