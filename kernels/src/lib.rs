@@ -6,7 +6,9 @@
 pub mod contract;
 pub mod dummy;
 pub mod entry;
+pub mod launch;
 pub mod ops;
+pub mod pack;
 pub mod spec;
 
 pub use ops::Op;

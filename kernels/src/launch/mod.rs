@@ -1,0 +1,127 @@
+//! How an op runs on a GPU: which kernel, its compile-time constants, grid, shared memory and arguments. All of it data.
+//!
+//! Read by the CUDA device, which compiles, launches and captures; written per op in this folder's files. **Invariant:** a
+//! launch holds no address and nothing that changes from step to step: it follows from the op, the step shape and the GPU
+//! alone. Who computes a value may differ between two launches of an op; the bits may not.
+
+use crate::spec::{BufferId, WeightId};
+use crate::{Op, Specs};
+
+/// What the geometry of a launch may depend on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuFacts {
+    /// Streaming multiprocessors.
+    pub sm_count: usize,
+    /// NVRTC target, such as `sm_90a`.
+    pub arch: String,
+    /// Most bytes of shared memory one block may opt in to.
+    pub shared_max: usize,
+    /// Launch with programmatic edges where the kernels allow it.
+    pub pdl: bool,
+}
+
+impl GpuFacts {
+    /// An H200 (and H100 SXM), the machine the kernels are tuned on.
+    pub fn h200() -> Self {
+        GpuFacts { sm_count: 132, arch: "sm_90a".into(), shared_max: 227 * 1024, pdl: true }
+    }
+    /// Compute capability × 10, from the target's name; 0 when it has no digits.
+    pub fn capability(&self) -> u32 {
+        self.arch.trim_start_matches("sm_").trim_end_matches(['a', 'f']).parse().unwrap_or(0)
+    }
+}
+
+/// A compiled function, by what it is compiled from.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Kernel {
+    /// File under `kernels/cuda/`, such as `norm_gemm.cu`.
+    pub source: &'static str,
+    /// `extern "C"` name.
+    pub function: &'static str,
+    /// Static shapes and constants, in a fixed order.
+    pub defines: Vec<(&'static str, String)>,
+}
+
+impl Kernel {
+    /// The whole translation unit: the defines, the contract's constants, `common.cuh`, the headers and the source. Two
+    /// kernels with equal units share one module. Needs no `-D` and no include path.
+    pub fn unit(&self) -> String {
+        let mut text = String::new();
+        for (name, value) in &self.defines {
+            text.push_str(&format!("#define {name} {value}\n"));
+        }
+        text.push_str(&contract_defines());
+        for (name, source) in crate::cuda_sources() {
+            if name.ends_with(".cuh") || *name == self.source {
+                text.push_str(&format!("#line 1 \"{name}\"\n{source}\n"));
+            }
+        }
+        text
+    }
+}
+
+/// One kernel parameter, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Arg {
+    /// Address of a plan buffer.
+    Buffer(BufferId),
+    /// Address of a weight in its packed form (`crate::pack`).
+    Weight(WeightId),
+    /// A 32-bit constant of the step shape, such as R.
+    U32(u32),
+    /// A 64-bit constant.
+    U64(u64),
+    /// Address of the workspace: at least `Launch::workspace_bytes`, shared by all launches of a stream, 256-byte aligned.
+    /// Contents mean nothing between ops.
+    Workspace,
+    /// Address of the counters: at least `Launch::counters` u32, zero before the first step; every op leaves them zero.
+    Counters,
+    /// Address of a device table of `ranks` u64: each rank's exchange scratch as this device sees it.
+    Peers,
+    /// Pack and dummy launches: the row-major bf16 staging area.
+    Staging,
+    /// Pack launches: where the packed group starts.
+    Packed,
+}
+
+/// One kernel launch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Launch {
+    pub kernel: Kernel,
+    pub grid: [u32; 3],
+    /// Threads of a block (one dimension).
+    pub block: u32,
+    /// Blocks of a cluster along x; 1 is no cluster.
+    pub cluster: u32,
+    /// Dynamic shared memory; above 48 KiB the function must opt in.
+    pub shared_bytes: u32,
+    pub workspace_bytes: usize,
+    pub counters: usize,
+    pub args: Vec<Arg>,
+    /// The kernel waits for its predecessor by itself, so the launch may carry a programmatic edge (sm_90 and later).
+    pub pdl: bool,
+}
+
+/// Why an op cannot run on a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LaunchError {
+    #[error("{op}: {what} is {got}; the CUDA kernels need {need}")]
+    Shape { op: &'static str, what: &'static str, got: usize, need: String },
+    #[error("{op}: a block needs {need} bytes of shared memory, this GPU has {have}")]
+    Shared { op: &'static str, need: usize, have: usize },
+    #[error("{op} has no kernel")]
+    NoKernel { op: &'static str },
+}
+
+impl Op {
+    /// The op's launches in order: one graph node, or a short chain of them at large R.
+    pub fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
+        let _ = (specs, gpu);
+        Err(LaunchError::NoKernel { op: "op" })
+    }
+}
+
+/// The contract's constants and the entry layout as `#define` lines.
+fn contract_defines() -> String {
+    String::new()
+}
