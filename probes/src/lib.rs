@@ -1,2 +1,12 @@
-//! slotgraph
+//! Probes: each asks one question, computes its checks from data, plants a fault that it must catch, and writes evidence.
+//!
+//! Uses every other crate and is used by none. **Invariant:** a verdict is computed (`evidence`), never written.
 #![forbid(unsafe_code)]
+
+pub mod claim;
+pub mod cli;
+pub mod evidence;
+pub mod machine;
+pub mod manifest;
+pub mod regression;
+pub mod stats;
