@@ -5,6 +5,10 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod engine;
+pub mod load;
 pub mod request;
+pub mod scheduler;
 pub mod sink;
 pub mod startup;
+pub mod trace;

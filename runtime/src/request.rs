@@ -3,6 +3,7 @@
 //! Built by the server (after validation: an invalid value cannot be written down here), consumed by the scheduler.
 //! **Invariant:** each choice hears `Scheduled` at most once, then tokens, then exactly one terminal event.
 
+use crate::scheduler::Snapshot;
 use crate::sink::TokenSink;
 use slotgraph_graphs::spec::SamplingSpec;
 use std::sync::Arc;
@@ -20,6 +21,8 @@ pub enum Command {
     Drain { deadline: Instant },
     /// Leave the loop once nothing is live.
     Shutdown,
+    /// Show the slot table, for `/debug/slots`.
+    Inspect(tokio::sync::oneshot::Sender<Snapshot>),
 }
 
 /// A request with n × prompts choices.
@@ -74,6 +77,13 @@ pub enum Event {
     Rejected(String),
     /// Terminal: the engine failed, or a NaN row.
     Error(String),
+}
+
+impl Event {
+    /// Whether nothing follows it.
+    pub fn is_terminal(&self) -> bool {
+        matches!(self, Event::Finished(_) | Event::Rejected(_) | Event::Error(_))
+    }
 }
 
 /// How a choice that ran ended.
