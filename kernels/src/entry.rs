@@ -157,11 +157,19 @@ pub mod output {
     pub const ROUTES_REMOTE: usize = 9;
     /// Rows that were pad rows on the device.
     pub const PAD_ROWS: usize = 10;
-    /// Order-independent checksum (xor of mixed words) of the records, equal on every rank.
+    /// Order-independent checksum of the records, equal on every rank: the xor over their words of `super::mix`.
     pub const CHECKSUM: usize = 11;
 }
 
-/// Words of one record: the outcome of one logit row.
+/// One record word's share of the checksum; `at` counts words from the first record. (The finaliser of MurmurHash3.)
+pub const fn mix(at: u32, word: u32) -> u32 {
+    let mut h = word ^ at.wrapping_mul(0x9e37_79b9);
+    h = (h ^ (h >> 16)).wrapping_mul(0x85eb_ca6b);
+    h = (h ^ (h >> 13)).wrapping_mul(0xc2b2_ae35);
+    h ^ (h >> 16)
+}
+
+/// Words of one record: the outcome of one logit row. Words that a record does not use, and all words of a pad logit row's, are 0.
 pub const RECORD_WORDS: usize = 48;
 /// Record fields.
 pub mod record {

@@ -4,14 +4,19 @@
 #![forbid(unsafe_code)]
 
 pub mod contract;
+pub mod cpu;
 pub mod dummy;
 pub mod entry;
 pub mod launch;
+mod math;
 pub mod ops;
 pub mod pack;
+mod shape;
 pub mod spec;
 
+pub use cpu::OpError;
 pub use ops::Op;
+pub use shape::ShapeError;
 pub use spec::{
     BufferId, BufferSpec, Cols, DType, Precision, Role, Specs, TensorPart, WeightForm, WeightId, WeightSpec,
 };

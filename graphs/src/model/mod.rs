@@ -99,6 +99,7 @@ impl Ends {
         let rows = net.row_buffers();
         let slots = net.slot_buffers(vocab);
         let rings = net.rings();
+        let entries = net.limits.ring_entries();
         let x = net.per_row("x", DType::F32, &[hidden]);
         let logits = net.per_logit_row("logits", DType::F32, &[vocab]);
         let sample = net.sample(rows, slots, logits, SAMPLE_SCRATCH);
@@ -115,10 +116,17 @@ impl Ends {
             slots,
             x,
             rope,
-            fetch: Fetch { rows, slots, input_ring: rings.input, step_counter: rings.counter },
+            fetch: Fetch { rows, slots, input_ring: rings.input, step_counter: rings.counter, entries },
             embed: Embed { x, token: rows.token, table },
             head: Head { logits, x, logit_row: rows.logit_row, norm, weight, eps: spec.norm_eps },
-            feed: Feed { rows, slots, sample: sample.clone(), output_ring: rings.output, step_counter: rings.counter },
+            feed: Feed {
+                rows,
+                slots,
+                sample: sample.clone(),
+                output_ring: rings.output,
+                step_counter: rings.counter,
+                entries,
+            },
             sample,
         }
     }

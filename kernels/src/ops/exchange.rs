@@ -1,6 +1,9 @@
 //! exchange: gathered[n, r, :] = rank n's partial[r, :], on every rank. Moves bytes, never adds.
 
-use crate::spec::BufferId;
+use super::Operation;
+use crate::cpu::{CpuMemory, OpError};
+use crate::shape::{Check, ShapeError};
+use crate::spec::{BufferId, DType, WeightId};
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Exchange {
@@ -25,4 +28,31 @@ pub enum ExchangeError {
 pub trait AllGather: Send + Sync {
     /// Places rank `rank`'s `send` into every rank's `gathered[rank · send.len() …]`; returns when `gathered` is whole.
     fn all_gather(&self, rank: usize, send: &[f32], gathered: &mut [f32]) -> Result<(), ExchangeError>;
+}
+
+impl Operation for Exchange {
+    fn name(&self) -> &'static str {
+        "exchange"
+    }
+    fn reads(&self) -> Vec<BufferId> {
+        vec![self.partial]
+    }
+    fn writes(&self) -> Vec<BufferId> {
+        vec![self.gathered]
+    }
+    fn weights(&self) -> Vec<WeightId> {
+        vec![]
+    }
+    fn check(&self, check: &Check) -> Result<(), ShapeError> {
+        check.holds("ranks", matches!(self.ranks, 1 | 2 | 4 | 8), "1, 2, 4 or 8", self.ranks)?;
+        check.holds("rank", self.rank < self.ranks, "below ranks", self.rank)?;
+        let (_, hidden) = check.any(self.partial, DType::F32, 2)?;
+        check.rows(self.partial, DType::F32, hidden)?;
+        check.lines(self.gathered, DType::F32, self.ranks, check.specs.rows() * hidden)?;
+        check.distinct(&[self.gathered, self.partial])
+    }
+
+    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
+        Err(OpError::NotBuilt(self.name()))
+    }
 }

@@ -7,8 +7,11 @@
 //! FROM_SLOT marks its token in `counts` when the slot has penalties. Logit rows of pad rows become pad.
 //! Block tables of a slot are cleared to 0 when the seat gets a new holder, before page updates.
 
-use super::{RowBuffers, SlotBuffers};
-use crate::spec::BufferId;
+use super::{Operation, RowBuffers, SlotBuffers};
+use crate::cpu::{CpuMemory, OpError};
+use crate::entry::{HEADER_WORDS, ROW_WORDS};
+use crate::shape::{Check, ShapeError};
+use crate::spec::{BufferId, DType, WeightId};
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fetch {
@@ -18,4 +21,65 @@ pub struct Fetch {
     pub input_ring: BufferId,
     /// `[4]` u32: 0–1 steps fetched so far (low, high); `feed` advances it.
     pub step_counter: BufferId,
+    /// Entries of the input ring.
+    pub entries: usize,
+}
+
+impl Operation for Fetch {
+    fn name(&self) -> &'static str {
+        "fetch"
+    }
+    fn reads(&self) -> Vec<BufferId> {
+        let slots = &self.slots;
+        vec![
+            self.input_ring,
+            self.step_counter,
+            slots.token,
+            slots.position,
+            slots.generation,
+            slots.ended,
+            slots.generated,
+            slots.pages,
+            slots.params,
+            slots.bias,
+            slots.counts,
+        ]
+    }
+    fn writes(&self) -> Vec<BufferId> {
+        let (rows, slots) = (&self.rows, &self.slots);
+        vec![
+            rows.slot,
+            rows.token,
+            rows.position,
+            rows.live,
+            rows.logit_row,
+            rows.logit_kind,
+            rows.logit_target,
+            rows.step,
+            slots.generation,
+            slots.ended,
+            slots.generated,
+            slots.pages,
+            slots.params,
+            slots.bias,
+            slots.counts,
+        ]
+    }
+    fn weights(&self) -> Vec<WeightId> {
+        vec![]
+    }
+    fn check(&self, check: &Check) -> Result<(), ShapeError> {
+        check.row_buffers(&self.rows)?;
+        check.slot_buffers(&self.slots)?;
+        check.holds("entries", self.entries > 0, "at least 1", self.entries)?;
+        let (_, line) = check.any(self.input_ring, DType::U32, 2)?;
+        check.lines(self.input_ring, DType::U32, self.entries, line)?;
+        let words = HEADER_WORDS + check.specs.rows() * ROW_WORDS;
+        check.holds("entry_words", line >= words, "room for the header and each row", line)?;
+        check.lines(self.step_counter, DType::U32, 4, 1)
+    }
+
+    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
+        Err(OpError::NotBuilt(self.name()))
+    }
 }

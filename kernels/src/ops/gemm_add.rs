@@ -1,6 +1,10 @@
 //! gemm_add: x[r, :] += W · input[r, :] (+ bias): o_proj and dense down, added to the residual in fp32.
 
-use crate::spec::{BufferId, WeightId};
+use super::Operation;
+use crate::contract::GemmKind;
+use crate::cpu::{CpuMemory, OpError};
+use crate::shape::{Check, ShapeError};
+use crate::spec::{BufferId, DType, WeightId};
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct GemmAdd {
@@ -10,4 +14,33 @@ pub struct GemmAdd {
     pub input: BufferId,
     pub weight: WeightId,
     pub bias: Option<WeightId>,
+}
+
+impl Operation for GemmAdd {
+    fn name(&self) -> &'static str {
+        "gemm_add"
+    }
+    fn reads(&self) -> Vec<BufferId> {
+        vec![self.x, self.input]
+    }
+    fn writes(&self) -> Vec<BufferId> {
+        vec![self.x]
+    }
+    fn weights(&self) -> Vec<WeightId> {
+        [Some(self.weight), self.bias].into_iter().flatten().collect()
+    }
+    fn check(&self, check: &Check) -> Result<(), ShapeError> {
+        let (_, n, k) = check.gemm(self.weight, &[GemmKind::AttnOut, GemmKind::Down])?;
+        check.gemm_is(self.weight, &[GemmKind::AttnOut, GemmKind::Down], 1, n, k)?;
+        check.rows(self.x, DType::F32, n)?;
+        check.rows(self.input, DType::Bf16, k)?;
+        if let Some(bias) = self.bias {
+            check.vector(bias, n)?;
+        }
+        check.distinct(&[self.x, self.input])
+    }
+
+    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
+        Err(OpError::NotBuilt(self.name()))
+    }
 }

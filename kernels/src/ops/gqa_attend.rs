@@ -2,8 +2,10 @@
 //!
 //! The order of sums and the rounding points are those of `mla_attend`.
 
-use super::Paged;
-use crate::spec::BufferId;
+use super::{Operation, Paged};
+use crate::cpu::{CpuMemory, OpError};
+use crate::shape::{Check, ShapeError};
+use crate::spec::{BufferId, DType, WeightId};
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct GqaAttend {
@@ -21,4 +23,33 @@ pub struct GqaAttend {
     pub kv_heads: usize,
     pub head_dim: usize,
     pub scale: f32,
+}
+
+impl Operation for GqaAttend {
+    fn name(&self) -> &'static str {
+        "gqa_attend"
+    }
+    fn reads(&self) -> Vec<BufferId> {
+        vec![self.q, self.paged.kv, self.paged.block_table, self.slot, self.position, self.arrivals]
+    }
+    fn writes(&self) -> Vec<BufferId> {
+        vec![self.out, self.partials, self.arrivals]
+    }
+    fn weights(&self) -> Vec<WeightId> {
+        vec![]
+    }
+    fn check(&self, check: &Check) -> Result<(), ShapeError> {
+        let shared = self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads);
+        check.holds("heads", shared, "a multiple of kv_heads", self.heads)?;
+        check.rows(self.out, DType::Bf16, self.heads * self.head_dim)?;
+        check.rows(self.q, DType::Bf16, self.heads * self.head_dim)?;
+        check.paged(self.paged, 2 * self.kv_heads * self.head_dim, self.slot, self.position)?;
+        check.any(self.partials, DType::F32, 1)?;
+        check.rows(self.arrivals, DType::U32, self.heads)?;
+        check.distinct(&[self.out, self.q, self.paged.kv, self.partials])
+    }
+
+    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
+        Err(OpError::NotBuilt(self.name()))
+    }
 }

@@ -4,8 +4,10 @@
 //! p rounded against the group's running maximum, the normaliser summing the unrounded p; groups by a left fold; O divided by the
 //! normaliser, then rounded. Pad rows attend to key 0 of page 0.
 
-use super::Paged;
-use crate::spec::BufferId;
+use super::{Operation, Paged};
+use crate::cpu::{CpuMemory, OpError};
+use crate::shape::{Check, ShapeError};
+use crate::spec::{BufferId, DType, WeightId};
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct MlaAttend {
@@ -25,4 +27,32 @@ pub struct MlaAttend {
     pub lora: usize,
     /// Softmax scale, YaRN's mscale² included.
     pub scale: f32,
+}
+
+impl Operation for MlaAttend {
+    fn name(&self) -> &'static str {
+        "mla_attend"
+    }
+    fn reads(&self) -> Vec<BufferId> {
+        vec![self.q_lat, self.q_rope, self.paged.kv, self.paged.block_table, self.slot, self.position, self.arrivals]
+    }
+    fn writes(&self) -> Vec<BufferId> {
+        vec![self.o_lat, self.partials, self.arrivals]
+    }
+    fn weights(&self) -> Vec<WeightId> {
+        vec![]
+    }
+    fn check(&self, check: &Check) -> Result<(), ShapeError> {
+        check.rows(self.o_lat, DType::Bf16, self.heads * self.lora)?;
+        check.rows(self.q_lat, DType::Bf16, self.heads * self.lora)?;
+        check.rows(self.q_rope, DType::Bf16, self.heads * self.rope_dim)?;
+        check.paged(self.paged, self.lora + self.rope_dim, self.slot, self.position)?;
+        check.any(self.partials, DType::F32, 1)?;
+        check.rows(self.arrivals, DType::U32, self.heads)?;
+        check.distinct(&[self.o_lat, self.q_lat, self.q_rope, self.paged.kv, self.partials])
+    }
+
+    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
+        Err(OpError::NotBuilt(self.name()))
+    }
 }

@@ -5,8 +5,11 @@
 //! Rotation is of interleaved pairs (2i, 2i+1). The row's page is `block_table[slot][position / PAGE_TOKENS]`; pad rows write page 0.
 //! Cache row = latent (lora) then k_rope (rope).
 
-use super::Paged;
-use crate::spec::{BufferId, Cols, WeightId};
+use super::{Operation, Paged};
+use crate::contract::GemmKind;
+use crate::cpu::{CpuMemory, OpError};
+use crate::shape::{Check, ShapeError};
+use crate::spec::{BufferId, Cols, DType, WeightId};
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct MlaPrep {
@@ -32,4 +35,38 @@ pub struct MlaPrep {
     pub rope_dim: usize,
     pub lora: usize,
     pub eps: f32,
+}
+
+impl Operation for MlaPrep {
+    fn name(&self) -> &'static str {
+        "mla_prep"
+    }
+    fn reads(&self) -> Vec<BufferId> {
+        vec![self.paged.kv, self.paged.block_table, self.q.buffer, self.kv_a.buffer, self.slot, self.position]
+    }
+    fn writes(&self) -> Vec<BufferId> {
+        vec![self.q_lat, self.q_rope, self.paged.kv]
+    }
+    fn weights(&self) -> Vec<WeightId> {
+        vec![self.kv_norm, self.w_uk, self.rope]
+    }
+    fn check(&self, check: &Check) -> Result<(), ShapeError> {
+        check.rows(self.q_lat, DType::Bf16, self.heads * self.lora)?;
+        check.rows(self.q_rope, DType::Bf16, self.heads * self.rope_dim)?;
+        check.paged(self.paged, self.lora + self.rope_dim, self.slot, self.position)?;
+        check.cols(self.q, self.heads * (self.nope_dim + self.rope_dim))?;
+        check.cols(self.kv_a, self.lora + self.rope_dim)?;
+        check.vector(self.kv_norm, self.lora)?;
+        check.gemm_is(self.w_uk, &[GemmKind::KeyUp], self.heads, self.lora, self.nope_dim)?;
+        check.holds("rope_dim", self.rope_dim.is_multiple_of(2), "even", self.rope_dim)?;
+        check.rope(self.rope, self.rope_dim / 2)?;
+        for input in [self.q.buffer, self.kv_a.buffer] {
+            check.distinct(&[self.q_lat, self.q_rope, self.paged.kv, input])?;
+        }
+        Ok(())
+    }
+
+    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
+        Err(OpError::NotBuilt(self.name()))
+    }
 }

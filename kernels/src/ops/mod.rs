@@ -42,7 +42,9 @@ pub use norm_gate_up::NormGateUp;
 pub use norm_gemm::NormGemm;
 pub use sample::Sample;
 
-use crate::spec::BufferId;
+use crate::cpu::{CpuMemory, OpError};
+use crate::shape::{Check, ShapeError};
+use crate::spec::{BufferId, Specs, WeightId};
 
 /// Per-row inputs that `fetch` fills and most ops read. All u32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,9 +63,28 @@ pub struct RowBuffers {
     pub logit_kind: BufferId,
     /// `[L]` token to score.
     pub logit_target: BufferId,
-    /// `[16]` step-wide words: 0 features, 1 rows used, 2 logit rows used, 3–4 step number, 5 routes local,
-    /// 6 routes remote, 7 pad rows, 8–9 start time in ns.
+    /// `[16]` step-wide words, as in `step`.
     pub step: BufferId,
+}
+
+/// Words of `RowBuffers::step`.
+pub mod step {
+    pub const WORDS: usize = 16;
+    /// `entry::feature` mask.
+    pub const FEATURES: usize = 0;
+    /// Rows and logit rows used.
+    pub const ROWS: usize = 1;
+    pub const LOGIT_ROWS: usize = 2;
+    /// Step number, low and high word.
+    pub const STEP_LO: usize = 3;
+    pub const STEP_HI: usize = 4;
+    /// Routed (token, expert) pairs of live rows: on this rank's experts, on others'.
+    pub const ROUTES_LOCAL: usize = 5;
+    pub const ROUTES_REMOTE: usize = 6;
+    /// Rows of the plan that are pad rows.
+    pub const PAD_ROWS: usize = 7;
+    /// Start time in ns, low and high word.
+    pub const START_NS: usize = 8;
 }
 
 /// Per-slot state. S = seats + 1: the last one is the pad slot. All u32 unless stated.
@@ -119,4 +140,70 @@ pub enum Op {
     Head(Head),
     Sample(Sample),
     Feed(Feed),
+}
+
+/// What each op answers; `Op` passes its questions on.
+trait Operation {
+    fn name(&self) -> &'static str;
+    fn reads(&self) -> Vec<BufferId>;
+    fn writes(&self) -> Vec<BufferId>;
+    fn weights(&self) -> Vec<WeightId>;
+    fn check(&self, check: &Check) -> Result<(), ShapeError>;
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError>;
+}
+
+impl Op {
+    fn operation(&self) -> &dyn Operation {
+        match self {
+            Op::Fetch(op) => op,
+            Op::Embed(op) => op,
+            Op::NormGemm(op) => op,
+            Op::MlaPrep(op) => op,
+            Op::MlaAttend(op) => op,
+            Op::MlaUv(op) => op,
+            Op::GqaPrep(op) => op,
+            Op::GqaAttend(op) => op,
+            Op::GemmAdd(op) => op,
+            Op::NormGateUp(op) => op,
+            Op::MoeGate(op) => op,
+            Op::MoeUp(op) => op,
+            Op::MoeDown(op) => op,
+            Op::Exchange(op) => op,
+            Op::MoeCombine(op) => op,
+            Op::Head(op) => op,
+            Op::Sample(op) => op,
+            Op::Feed(op) => op,
+        }
+    }
+
+    /// Name of the op, which is also its kernel's.
+    pub fn name(&self) -> &'static str {
+        self.operation().name()
+    }
+
+    /// Buffers whose contents matter to the op. One that is updated in place, wholly or in part, is in `writes` too.
+    pub fn reads(&self) -> Vec<BufferId> {
+        self.operation().reads()
+    }
+
+    /// Buffers that the op writes, scratch included.
+    pub fn writes(&self) -> Vec<BufferId> {
+        self.operation().writes()
+    }
+
+    /// Weights that the op reads.
+    pub fn weights(&self) -> Vec<WeightId> {
+        self.operation().weights()
+    }
+
+    /// Whether the op fits the buffers and weights it names.
+    pub fn check(&self, specs: &dyn Specs) -> Result<(), ShapeError> {
+        let operation = self.operation();
+        operation.check(&Check { op: operation.name(), specs })
+    }
+
+    /// The CPU reference: what the op computes.
+    pub fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        self.operation().run(memory)
+    }
 }

@@ -5,7 +5,11 @@
 //! `topk_group` groups get score 0. Chosen experts are written in ascending id with weight = score (· scaling, / Σ if norm_topk_prob).
 //! Pad rows write expert id u32::MAX and weight 0. Adds the live rows' route counts to `step` words 5 and 6.
 
-use crate::spec::{BufferId, WeightId};
+use super::Operation;
+use crate::contract::GemmKind;
+use crate::cpu::{CpuMemory, OpError};
+use crate::shape::{Check, ShapeError};
+use crate::spec::{BufferId, DType, WeightId};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TopkMethod {
@@ -52,4 +56,56 @@ pub struct MoeGate {
     pub first_expert: usize,
     pub local_experts: usize,
     pub eps: f32,
+}
+
+impl Operation for MoeGate {
+    fn name(&self) -> &'static str {
+        "moe_gate"
+    }
+    fn reads(&self) -> Vec<BufferId> {
+        vec![self.x, self.live, self.step]
+    }
+    fn writes(&self) -> Vec<BufferId> {
+        let shared = self.shared.as_ref().map(|shared| shared.act);
+        [self.h, self.expert_id, self.expert_weight, self.step].into_iter().chain(shared).collect()
+    }
+    fn weights(&self) -> Vec<WeightId> {
+        let shared = self.shared.as_ref().map(|shared| shared.weight);
+        [self.norm, self.router].into_iter().chain(shared).collect()
+    }
+    fn check(&self, check: &Check) -> Result<(), ShapeError> {
+        let routing = &self.routing;
+        let (_, _, hidden) = check.gemm(self.router, &[GemmKind::Router])?;
+        check.gemm_is(self.router, &[GemmKind::Router], 1, routing.experts, hidden)?;
+        check.owned(routing.experts, self.first_expert, self.local_experts)?;
+        let chosen = (1..=routing.experts).contains(&routing.top_k);
+        check.holds("top_k", chosen, "between 1 and the number of experts", routing.top_k)?;
+        if let TopkMethod::GroupLimitedGreedy { groups, topk_groups } = routing.method {
+            check.holds(
+                "groups",
+                groups > 0 && routing.experts.is_multiple_of(groups),
+                "a divisor of the experts",
+                groups,
+            )?;
+            check.holds("topk_groups", (1..=groups).contains(&topk_groups), "between 1 and groups", topk_groups)?;
+        }
+        check.rows(self.h, DType::Bf16, hidden)?;
+        check.rows(self.expert_id, DType::U32, routing.top_k)?;
+        check.rows(self.expert_weight, DType::F32, routing.top_k)?;
+        if let Some(shared) = &self.shared {
+            let (_, n, _) = check.gemm(shared.weight, &[GemmKind::SharedGateUp])?;
+            check.holds("shared gate | up rows", n.is_multiple_of(2), "even", n)?;
+            check.gemm_is(shared.weight, &[GemmKind::SharedGateUp], 1, n, hidden)?;
+            check.rows(shared.act, DType::Bf16, n / 2)?;
+        }
+        check.rows(self.x, DType::F32, hidden)?;
+        check.vector(self.norm, hidden)?;
+        check.rows(self.live, DType::U32, 1)?;
+        check.step(self.step)?;
+        check.distinct(&[self.h, self.x])
+    }
+
+    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
+        Err(OpError::NotBuilt(self.name()))
+    }
 }
