@@ -3,6 +3,7 @@
 //! Knows ops (`kernels`) and nothing of requests, files or HTTP. All unsafe code of the project is in `cuda/`.
 #![deny(unsafe_code)]
 
+pub mod cuda;
 pub mod device;
 pub mod model;
 pub mod plan;
