@@ -6,6 +6,7 @@
 pub mod cuda;
 pub mod device;
 pub mod model;
+pub mod null;
 pub mod plan;
 pub mod source;
 pub mod spec;

@@ -18,7 +18,8 @@ pub struct SourceError {
 /// Weights by spec.
 pub trait Source: Send + Sync {
     /// Rows `rows` of group `group` of `spec` as bf16 bits, row-major (`group_extents` says of what shape a group is), into
-    /// `out`, whose length is exactly `rows` × columns. Never called for computed forms.
+    /// `out`, whose length is exactly `rows` × columns; elements that no part covers become zero. Never called for computed
+    /// forms.
     fn read_rows(
         &self,
         spec: &WeightSpec,

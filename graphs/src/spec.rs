@@ -105,7 +105,7 @@ impl ModelSpec {
     pub fn is_moe(&self, layer: usize) -> bool {
         match &self.mlp {
             Mlp::Dense { .. } => false,
-            Mlp::Moe(moe) => layer >= moe.first_moe_layer && layer % moe.layer_freq == 0,
+            Mlp::Moe(moe) => layer >= moe.first_moe_layer && layer.is_multiple_of(moe.layer_freq),
         }
     }
     /// Elements of one token's cache row in one layer.

@@ -3,6 +3,10 @@
 //! Built by the scheduler's `fill`, consumed by devices; decoded records go to the scheduler's `settle`.
 //! **Invariant:** a step names every slot with the generation it means, so a late record can never reach a new holder.
 
+mod codec;
+
+pub use codec::{check, decode, encode};
+
 use crate::spec::SamplingSpec;
 use slotgraph_kernels::entry::EntryLayout;
 use std::sync::Arc;

@@ -1,0 +1,494 @@
+//! A device without a model: it keeps slots, pages and ends as a real one does and takes its tokens from a script.
+//!
+//! Used by the scheduler's simulator and by tests of everything above the device. It computes a step when it is enqueued,
+//! because a device's outcome depends on the steps before it alone, and settles it when its policy says so. **Invariant:** a
+//! step that a real device would compute wrongly without noticing is an error here: a live row that writes page 0, a decode
+//! row of a slot with no token, keys that another sequence wrote, a feature bit that a row needs and the step lacks.
+
+mod seats;
+
+use crate::device::{BucketFacts, Device, DeviceError, DeviceFacts};
+use crate::step::{Generation, PageId, Record, SlotId, StepInput, StepLimits, StepOutput, check};
+use seats::Seats;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+pub use seats::{Seat, context_hash};
+
+/// What the script is asked for: the next token after a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Draw {
+    pub slot: SlotId,
+    pub generation: Generation,
+    /// Position of the row.
+    pub position: u32,
+    /// Tokens that the choice generated before.
+    pub generated: u32,
+    pub seed: u64,
+    pub choice: u32,
+    /// `context_hash` of the tokens at positions 0 … `position`, as they were read back through the slot's pages.
+    pub context: u64,
+}
+
+/// What the script answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Drawn {
+    Token(u32),
+    /// The row's logits hold a NaN.
+    Nan,
+}
+
+/// When enqueued steps settle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Settle {
+    /// By the first poll.
+    AtOnce,
+    /// By the poll after this many that found the step at the front of the queue.
+    AfterPolls(u32),
+    /// Once `NullControl::release` let it.
+    WhenReleased,
+}
+
+/// The script: the token that each sampling row draws.
+pub type Script = Box<dyn FnMut(Draw) -> Drawn + Send>;
+
+pub struct NullOptions {
+    pub limits: StepLimits,
+    pub eos_ids: Vec<u32>,
+    pub settle: Settle,
+    /// What each settled step says it took.
+    pub step_ns: u64,
+    pub script: Script,
+}
+
+/// The device. `control` gives tests a hold on it after it moved into an engine.
+pub struct NullDevice {
+    state: Arc<Mutex<State>>,
+}
+
+/// A test's hold on a null device.
+#[derive(Clone)]
+pub struct NullControl {
+    state: Arc<Mutex<State>>,
+}
+
+/// A step that was enqueued and has not settled.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EnqueuedStep {
+    pub step: u64,
+    pub bucket: usize,
+    pub rows: Vec<EnqueuedRow>,
+    /// Pages that its live rows read or write; a page of several slots is listed for each.
+    pub pages: Vec<PageId>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EnqueuedRow {
+    pub slot: SlotId,
+    pub generation: Generation,
+    /// False when the row is a pad row on the device.
+    pub live: bool,
+    pub position: u32,
+}
+
+#[derive(Default)]
+struct Pending {
+    enqueued: EnqueuedStep,
+    output: StepOutput,
+    polls: u32,
+    released: bool,
+    dropped: bool,
+}
+
+struct State {
+    limits: StepLimits,
+    eos_ids: Vec<u32>,
+    settle: Settle,
+    step_ns: u64,
+    script: Script,
+    seats: Seats,
+    steps: u64,
+    pending: VecDeque<Pending>,
+    /// Settled entries, kept for their capacity.
+    spare: Vec<Pending>,
+    replays: Vec<u64>,
+    dead: Option<String>,
+}
+
+impl NullDevice {
+    pub fn new(options: NullOptions) -> NullDevice {
+        let NullOptions { limits, eos_ids, settle, step_ns, script } = options;
+        let state = State {
+            seats: Seats::new(&limits),
+            replays: vec![0; limits.buckets.len()],
+            limits,
+            eos_ids,
+            settle,
+            step_ns,
+            script,
+            steps: 0,
+            pending: VecDeque::new(),
+            spare: Vec::new(),
+            dead: None,
+        };
+        NullDevice { state: Arc::new(Mutex::new(state)) }
+    }
+
+    pub fn control(&self) -> NullControl {
+        NullControl { state: Arc::clone(&self.state) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("a script that panicked ended its test")
+    }
+}
+
+impl NullControl {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("a script that panicked ended its test")
+    }
+
+    /// From now on, steps settle so.
+    pub fn set_settle(&self, settle: Settle) {
+        self.state().settle = settle;
+    }
+
+    /// Lets the oldest `steps` unsettled steps settle.
+    pub fn release(&self, steps: usize) {
+        let mut state = self.state();
+        state.pending.iter_mut().filter(|pending| !pending.released).take(steps).for_each(|p| p.released = true);
+    }
+
+    /// The newest enqueued step never settles.
+    pub fn drop_newest(&self) {
+        if let Some(pending) = self.state().pending.back_mut() {
+            pending.dropped = true;
+        }
+    }
+
+    /// Every call from now on fails with `reason`.
+    pub fn kill(&self, reason: &str) {
+        self.state().dead = Some(reason.to_owned());
+    }
+
+    /// Shows each unsettled step, oldest first.
+    pub fn unsettled(&self, mut see: impl FnMut(&EnqueuedStep)) {
+        self.state().pending.iter().for_each(|pending| see(&pending.enqueued));
+    }
+
+    /// Steps enqueued so far.
+    pub fn steps(&self) -> u64 {
+        self.state().steps
+    }
+
+    /// The state of one seat on the device.
+    pub fn seat(&self, slot: SlotId) -> Seat {
+        self.state().seats.seat(slot).clone()
+    }
+}
+
+impl State {
+    fn alive(&self) -> Result<(), DeviceError> {
+        match &self.dead {
+            Some(reason) => Err(DeviceError::Lost(reason.clone())),
+            None => Ok(()),
+        }
+    }
+
+    fn enqueue(&mut self, input: &StepInput) -> Result<(), DeviceError> {
+        self.alive()?;
+        let max = self.limits.launch_ahead + 1;
+        if self.pending.len() >= max {
+            return Err(DeviceError::RingFull { step: input.step, in_flight: self.pending.len(), max });
+        }
+        if input.step != self.steps + 1 {
+            return Err(DeviceError::OutOfOrder { expected: self.steps + 1, got: input.step });
+        }
+        let Some(bucket) = self.limits.buckets.iter().position(|&bucket| bucket == input.bucket) else {
+            return Err(DeviceError::NoBucket { bucket: input.bucket, buckets: self.limits.buckets.clone() });
+        };
+        check(input, &self.limits, &self.eos_ids)?;
+
+        let mut pending = self.spare.pop().unwrap_or_default();
+        pending.polls = 0;
+        (pending.released, pending.dropped) = (false, false);
+        pending.enqueued.step = input.step;
+        pending.enqueued.bucket = input.bucket;
+        self.seats.run(input, &self.eos_ids, &mut self.script, &mut pending.enqueued, &mut pending.output.records)?;
+        let live = pending.enqueued.rows.iter().filter(|row| row.live).count();
+        pending.output.step = input.step;
+        pending.output.device_ns = self.step_ns;
+        pending.output.pad_rows = (input.bucket - live) as u32;
+        pending.output.checksum = checksum(&pending.output.records);
+        self.replays[bucket] += 1;
+        self.steps = input.step;
+        self.pending.push_back(pending);
+        Ok(())
+    }
+
+    fn poll(&mut self, output: &mut StepOutput) -> Result<bool, DeviceError> {
+        self.alive()?;
+        let settle = self.settle;
+        let Some(front) = self.pending.front_mut() else { return Ok(false) };
+        let due = match settle {
+            _ if front.dropped => false,
+            _ if front.released => true,
+            Settle::AtOnce => true,
+            Settle::AfterPolls(polls) => {
+                front.polls += 1;
+                front.polls > polls
+            }
+            Settle::WhenReleased => false,
+        };
+        if due {
+            let mut settled = self.pending.pop_front().expect("the front was just seen");
+            std::mem::swap(output, &mut settled.output);
+            self.spare.push(settled);
+        }
+        Ok(due)
+    }
+}
+
+fn checksum(records: &[Record]) -> u32 {
+    records.iter().fold(0x811c_9dc5, |sum, record| (sum ^ record.token ^ record.slot.0).wrapping_mul(0x0100_0193))
+}
+
+impl Device for NullDevice {
+    fn enqueue(&mut self, input: &StepInput) -> Result<(), DeviceError> {
+        self.state().enqueue(input)
+    }
+
+    fn poll(&mut self, output: &mut StepOutput) -> Result<bool, DeviceError> {
+        self.state().poll(output)
+    }
+
+    /// Waiting lets a held step settle; a dropped one is reported instead of waited for.
+    fn wait(&mut self, output: &mut StepOutput) -> Result<bool, DeviceError> {
+        let mut state = self.state();
+        state.alive()?;
+        let Some(front) = state.pending.front_mut() else { return Ok(false) };
+        if front.dropped {
+            return Err(DeviceError::Lost(format!("step {} does not settle", front.enqueued.step)));
+        }
+        front.released = true;
+        state.poll(output)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.state().pending.len()
+    }
+
+    fn facts(&self) -> DeviceFacts {
+        let state = self.state();
+        let buckets = state.limits.buckets.iter().zip(&state.replays);
+        DeviceFacts {
+            kind: "null".into(),
+            name: "scripted tokens".into(),
+            mode: "scripted".into(),
+            precision: "none".into(),
+            buckets: buckets.map(|(&bucket, &replays)| BucketFacts { bucket, nodes: 0, replays }).collect(),
+            ..DeviceFacts::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::SamplingSpec;
+    use crate::step::{EndReason, NewSlot, PageUpdate, RowFeed, RowInput, RowWant};
+
+    fn limits() -> StepLimits {
+        StepLimits {
+            slots_max: 2,
+            pages: 4,
+            pages_per_slot: 2,
+            buckets: vec![1, 2, 4],
+            launch_ahead: 1,
+            max_model_len: 80,
+            prefill_chunk: 4,
+        }
+    }
+
+    /// Echoes: the token after a row is its position + 100.
+    fn device(settle: Settle) -> NullDevice {
+        let script = |draw: Draw| Drawn::Token(draw.position + 100);
+        NullDevice::new(NullOptions {
+            limits: limits(),
+            eos_ids: vec![1],
+            settle,
+            step_ns: 7,
+            script: Box::new(script),
+        })
+    }
+
+    const SLOT: SlotId = SlotId(0);
+    const FIRST: Generation = Generation(1);
+
+    fn row(feed: RowFeed, want: RowWant) -> RowInput {
+        RowInput { slot: SLOT, generation: FIRST, feed, want }
+    }
+
+    fn given(token: u32, position: u32) -> RowFeed {
+        RowFeed::Given { token, position, generated: false }
+    }
+
+    /// A step that seats `SLOT` with page 1 and prefills two tokens.
+    fn prefill(max_tokens: u32) -> StepInput {
+        StepInput {
+            step: 1,
+            bucket: 4,
+            rows: vec![row(given(5, 0), RowWant::Nothing), row(given(6, 1), RowWant::Sample)],
+            new_slots: vec![NewSlot {
+                slot: SLOT,
+                generation: FIRST,
+                sampling: Arc::new(SamplingSpec::greedy(max_tokens)),
+                choice: 0,
+                generated: 0,
+            }],
+            pages: vec![PageUpdate { slot: SLOT, index: 0, page: PageId(1) }],
+            ..StepInput::default()
+        }
+    }
+
+    fn decode(step: u64) -> StepInput {
+        StepInput { step, bucket: 1, rows: vec![row(RowFeed::FromSlot, RowWant::Sample)], ..StepInput::default() }
+    }
+
+    #[test]
+    fn a_slot_decodes_until_it_ends_and_is_a_pad_row_after() {
+        let mut device = device(Settle::AtOnce);
+        let mut out = StepOutput::default();
+        device.enqueue(&prefill(2)).unwrap();
+        device.enqueue(&decode(2)).unwrap();
+        assert!(device.poll(&mut out).unwrap());
+        assert_eq!((out.step, out.pad_rows, out.records[0].token, out.records[0].ended), (1, 2, 101, None));
+        device.enqueue(&decode(3)).unwrap();
+        assert!(device.poll(&mut out).unwrap());
+        assert_eq!((out.records[0].token, out.records[0].ended), (102, Some(EndReason::MaxTokens)));
+        assert!(device.poll(&mut out).unwrap());
+        assert_eq!((out.step, out.pad_rows, out.records.len()), (3, 1, 0));
+        assert!(!device.poll(&mut out).unwrap());
+    }
+
+    #[test]
+    fn the_script_sees_the_tokens_that_the_pages_hold() {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let log = Arc::clone(&seen);
+        let script = move |draw: Draw| {
+            log.lock().unwrap().push(draw.context);
+            Drawn::Token(9)
+        };
+        let mut device = NullDevice::new(NullOptions {
+            limits: limits(),
+            eos_ids: vec![],
+            settle: Settle::AtOnce,
+            step_ns: 0,
+            script: Box::new(script),
+        });
+        device.enqueue(&prefill(9)).unwrap();
+        device.enqueue(&decode(2)).unwrap();
+        assert_eq!(*seen.lock().unwrap(), [context_hash(&[5, 6]), context_hash(&[5, 6, 9])]);
+    }
+
+    #[test]
+    fn a_page_that_another_sequence_wrote_is_noticed() {
+        let mut device = device(Settle::AtOnce);
+        device.enqueue(&prefill(9)).unwrap();
+        let mut thief = decode(2);
+        thief.bucket = 2;
+        thief
+            .rows
+            .insert(0, RowInput { slot: SlotId(1), generation: FIRST, feed: given(8, 0), want: RowWant::Nothing });
+        thief.new_slots = vec![NewSlot { slot: SlotId(1), ..prefill(9).new_slots.remove(0) }];
+        thief.pages = vec![PageUpdate { slot: SlotId(1), index: 0, page: PageId(1) }];
+        let error = device.enqueue(&thief).unwrap_err().to_string();
+        assert!(error.contains("position 2 reads page 1, which holds another sequence"), "{error}");
+    }
+
+    #[test]
+    fn what_a_real_device_would_miss_is_an_error() {
+        let mut pageless = prefill(9);
+        pageless.pages.clear();
+        let mut unseated = prefill(9);
+        unseated.rows = vec![row(RowFeed::FromSlot, RowWant::Sample)];
+        let mut featureless = prefill(9);
+        let random = SamplingSpec { temperature: 1.0, ..SamplingSpec::greedy(9) };
+        featureless.new_slots[0].sampling = Arc::new(random);
+        for (step, expected) in
+            [(pageless, "holds none"), (unseated, "before its first token"), (featureless, "feature bits 0x1")]
+        {
+            let error = device(Settle::AtOnce).enqueue(&step).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn rings_and_order_are_enforced() {
+        let mut device = device(Settle::WhenReleased);
+        assert!(matches!(device.enqueue(&decode(2)), Err(DeviceError::OutOfOrder { expected: 1, got: 2 })));
+        device.enqueue(&prefill(9)).unwrap();
+        device.enqueue(&decode(2)).unwrap();
+        assert!(matches!(device.enqueue(&decode(3)), Err(DeviceError::RingFull { step: 3, in_flight: 2, max: 2 })));
+        let odd = StepInput { bucket: 3, ..decode(3) };
+        let mut out = StepOutput::default();
+        assert!(device.wait(&mut out).unwrap());
+        assert!(matches!(device.enqueue(&odd), Err(DeviceError::NoBucket { bucket: 3, .. })));
+    }
+
+    #[test]
+    fn tests_decide_when_steps_settle() {
+        let mut device = device(Settle::WhenReleased);
+        let control = device.control();
+        let mut out = StepOutput::default();
+        device.enqueue(&prefill(9)).unwrap();
+        assert!(!device.poll(&mut out).unwrap());
+        let mut seen = Vec::new();
+        control.unsettled(|step| seen.push((step.step, step.pages.clone(), step.rows.len())));
+        assert_eq!(seen, [(1, vec![PageId(1), PageId(1)], 2)]);
+        control.release(1);
+        assert!(device.poll(&mut out).unwrap());
+
+        control.set_settle(Settle::AfterPolls(2));
+        device.enqueue(&decode(2)).unwrap();
+        assert!(!device.poll(&mut out).unwrap());
+        assert!(!device.poll(&mut out).unwrap());
+        assert!(device.poll(&mut out).unwrap());
+
+        device.enqueue(&decode(3)).unwrap();
+        control.drop_newest();
+        assert!((0..9).all(|_| !device.poll(&mut out).unwrap()));
+        assert!(device.wait(&mut out).is_err());
+        control.kill("unplugged");
+        assert!(matches!(device.poll(&mut out), Err(DeviceError::Lost(reason)) if reason == "unplugged"));
+    }
+
+    #[test]
+    fn ends_follow_their_precedence() {
+        let ended = |sampling: SamplingSpec, drawn: Drawn| {
+            let mut device = NullDevice::new(NullOptions {
+                limits: limits(),
+                eos_ids: vec![1],
+                settle: Settle::AtOnce,
+                step_ns: 0,
+                script: Box::new(move |_| drawn),
+            });
+            let mut step = prefill(1);
+            step.new_slots[0].sampling = Arc::new(sampling);
+            step.features = u32::MAX;
+            device.enqueue(&step).unwrap();
+            let mut out = StepOutput::default();
+            device.poll(&mut out).unwrap();
+            (out.records[0].token, out.records[0].ended)
+        };
+        let greedy = SamplingSpec::greedy(1);
+        assert_eq!(ended(greedy.clone(), Drawn::Nan), (0, Some(EndReason::Nan)));
+        assert_eq!(ended(greedy.clone(), Drawn::Token(1)), (1, Some(EndReason::Eos)));
+        let ignoring = SamplingSpec { ignore_eos: true, ..greedy.clone() };
+        assert_eq!(ended(ignoring, Drawn::Token(1)), (1, Some(EndReason::MaxTokens)));
+        let stopping = SamplingSpec { stop_ids: vec![4], ..greedy.clone() };
+        assert_eq!(ended(stopping, Drawn::Token(4)), (4, Some(EndReason::StopId)));
+        let longer = SamplingSpec { min_tokens: 1, max_tokens: 2, ..greedy.clone() };
+        assert_eq!(ended(longer, Drawn::Token(1)), (2, None));
+    }
+}
