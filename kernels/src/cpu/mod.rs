@@ -37,8 +37,8 @@ pub struct CpuMemory {
     pub buffers: Vec<CpuBuffer>,
     /// Elements of one line of each buffer: the product of all extents but the outermost.
     strides: Vec<usize>,
-    /// By `WeightId`.
-    pub weights: Arc<[CpuWeight]>,
+    /// By `WeightId`; ranks of one process share those that are equal.
+    pub weights: Arc<[Arc<CpuWeight>]>,
     /// R of the plan that runs. The device sets it before each step.
     pub plan_rows: usize,
     /// L of the plan that runs. The device sets it before each step.
@@ -74,7 +74,7 @@ pub(crate) struct Scratch {
 
 impl CpuMemory {
     /// Zeroed buffers for `specs` (those of the largest plan) over `weights`.
-    pub fn new(precision: Precision, specs: &[BufferSpec], weights: Arc<[CpuWeight]>) -> Self {
+    pub fn new(precision: Precision, specs: &[BufferSpec], weights: Arc<[Arc<CpuWeight>]>) -> Self {
         CpuMemory {
             precision,
             buffers: specs.iter().map(CpuBuffer::zeroed).collect(),

@@ -28,6 +28,8 @@ pub enum ExchangeError {
 pub trait AllGather: Send + Sync {
     /// Places rank `rank`'s `send` into every rank's `gathered[rank · send.len() …]`; returns when `gathered` is whole.
     fn all_gather(&self, rank: usize, send: &[f32], gathered: &mut [f32]) -> Result<(), ExchangeError>;
+    /// Rank `rank` takes no further part: whoever waits for it now or later hears why.
+    fn leave(&self, rank: usize, reason: &str);
 }
 
 impl Operation for Exchange {
