@@ -21,7 +21,7 @@ pub struct ModelSpec {
     pub rope: RopeTable,
     pub attention: Attention,
     pub mlp: Mlp,
-    /// Ids that end a sequence, from both config files, in file order without repeats.
+    /// Ids that end a sequence: generation_config.json's when it names any, else config.json's; in file order without repeats.
     pub eos_ids: Vec<u32>,
     pub bos_id: Option<u32>,
 }

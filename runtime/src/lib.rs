@@ -12,3 +12,4 @@ pub mod scheduler;
 pub mod sink;
 pub mod startup;
 pub mod trace;
+pub mod weights;
