@@ -213,8 +213,9 @@ impl<'a> ApiRequest<'a> {
 
 /// A string value; lone surrogates are refused.
 pub fn text(raw: &str, path: &str) -> Result<String, ApiError> {
-    json::string(raw)
-        .map_err(|_| ApiError::field(path, None, format!("'{path}' is not Unicode text: it has a lone surrogate escape")))
+    json::string(raw).map_err(|_| {
+        ApiError::field(path, None, format!("'{path}' is not Unicode text: it has a lone surrogate escape"))
+    })
 }
 
 /// A raw number as an integer within `range`.

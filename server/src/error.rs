@@ -93,7 +93,8 @@ impl ApiError {
     }
     /// The envelope.
     pub fn envelope(&self) -> String {
-        json!({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}).to_string()
+        json!({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+            .to_string()
     }
 }
 
@@ -120,7 +121,10 @@ mod tests {
         let value: serde_json::Value = serde_json::from_str(&ApiError::missing("prompt").envelope()).unwrap();
         let error = value["error"].as_object().unwrap();
         assert_eq!(error.keys().collect::<Vec<_>>(), ["message", "type", "param", "code"]);
-        assert!(serde_json::from_str::<serde_json::Value>(&ApiError::body("x").envelope()).unwrap()["error"]["code"].is_null());
+        assert!(
+            serde_json::from_str::<serde_json::Value>(&ApiError::body("x").envelope()).unwrap()["error"]["code"]
+                .is_null()
+        );
     }
 
     #[test]

@@ -177,7 +177,10 @@ mod tests {
             (r#"{"messages":[{"role":"user"}]}"#, "messages[0].content"),
             (r#"{"messages":[{"role":"wizard","content":"x"}]}"#, "messages[0].role"),
             (r#"{"messages":[{"role":"user","content":"\ud83d"}]}"#, "messages[0].content"),
-            (r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:,"}}]}]}"#, "messages[0].content[0]"),
+            (
+                r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:,"}}]}]}"#,
+                "messages[0].content[0]",
+            ),
             (r#"{"messages":["x"]}"#, "messages[0]"),
         ];
         for (body, param) in cases {
@@ -187,11 +190,8 @@ mod tests {
 
     #[test]
     fn deep_content_is_refused_without_recursion() {
-        let body = format!(
-            r#"{{"messages":[{{"role":"user","content":{}{}}}]}}"#,
-            "[".repeat(100_000),
-            "]".repeat(100_000)
-        );
+        let body =
+            format!(r#"{{"messages":[{{"role":"user","content":{}{}}}]}}"#, "[".repeat(100_000), "]".repeat(100_000));
         assert!(messages(&body).unwrap_err().param.unwrap().starts_with("messages[0].content"));
     }
 }

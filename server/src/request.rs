@@ -239,8 +239,7 @@ fn ids(array: &str, path: &str, limits: &Limits) -> Result<Vec<u32>, ApiError> {
     match count {
         0 => Err(empty(path)),
         _ if count > ids.len() => {
-            let message =
-                format!("'{path}' has {count} tokens; this model's context is {} tokens", limits.context);
+            let message = format!("'{path}' has {count} tokens; this model's context is {} tokens", limits.context);
             Err(ApiError::too_long(path, message))
         }
         _ => Ok(ids),
@@ -253,7 +252,8 @@ fn check_choices(prompts: usize, n: u32, limits: &Limits) -> Result<(), ApiError
         return Ok(());
     }
     let param = if prompts > 1 { "prompt" } else { "n" };
-    let message = format!("the request has {choices} choices; this server takes at most {} at once", limits.choices_max);
+    let message =
+        format!("the request has {choices} choices; this server takes at most {} at once", limits.choices_max);
     Err(ApiError::field(param, None, message))
 }
 
@@ -433,7 +433,12 @@ fn refuse_tools(request: &ApiRequest<'_>) -> Result<(), ApiError> {
     if request.array("tools")?.is_some_and(|tools| json::elements(tools).next().is_some()) {
         return Err(ApiError::unsupported("tools", "this server does not call tools"));
     }
-    refuse_unless(request, "tool_choice", |raw| matches!(raw, "\"none\"" | "\"auto\""), "this server does not call tools")
+    refuse_unless(
+        request,
+        "tool_choice",
+        |raw| matches!(raw, "\"none\"" | "\"auto\""),
+        "this server does not call tools",
+    )
 }
 
 /// Refuses a field unless its raw value means the same as leaving it out.
@@ -540,7 +545,11 @@ mod tests {
                 (r#""seed":"a""#, "seed", None),
                 (r#""stream_options":{"include_usage":true}"#, "stream_options", None),
                 (r#""stream":true,"stream_options":7"#, "stream_options", Some("invalid_type")),
-                (r#""stream":true,"stream_options":{"include_usage":"yes"}"#, "stream_options.include_usage", Some("invalid_type")),
+                (
+                    r#""stream":true,"stream_options":{"include_usage":"yes"}"#,
+                    "stream_options.include_usage",
+                    Some("invalid_type"),
+                ),
                 (r#""n":0"#, "n", Some("integer_below_min_value")),
                 (r#""n":129"#, "n", Some("integer_above_max_value")),
                 (r#""n":21"#, "n", None),
@@ -584,7 +593,8 @@ mod tests {
         let nulls = r#""temperature":null,"top_p":null,"n":null,"stop":null,"stream":null,"stream_options":null,"logprobs":null,
             "top_logprobs":null,"logit_bias":null,"seed":null,"user":null,"tools":null,"response_format":null"#;
         assert_eq!(talk(nulls).unwrap(), talk("").unwrap());
-        talk(r#""max_tokens":3,"max_completion_tokens":3,"tool_choice":"none","response_format":{"type":"text"}"#).unwrap();
+        talk(r#""max_tokens":3,"max_completion_tokens":3,"tool_choice":"none","response_format":{"type":"text"}"#)
+            .unwrap();
     }
 
     #[test]

@@ -71,7 +71,9 @@ impl StopMatcher {
     fn undecided(&self) -> usize {
         self.stops
             .iter()
-            .flat_map(|stop| stop.char_indices().skip(1).map(|(at, _)| at).filter(|at| self.held.ends_with(&stop[..*at])))
+            .flat_map(|stop| {
+                stop.char_indices().skip(1).map(|(at, _)| at).filter(|at| self.held.ends_with(&stop[..*at]))
+            })
             .max()
             .unwrap_or(0)
     }
@@ -102,7 +104,11 @@ mod tests {
             for size in 1..8 {
                 let chars: Vec<char> = text.chars().collect();
                 let pieces: Vec<String> = chars.chunks(size).map(|chunk| chunk.iter().collect()).collect();
-                assert_eq!(run(stops, &pieces.iter().map(String::as_str).collect::<Vec<_>>()), expected, "{stops:?} {size}");
+                assert_eq!(
+                    run(stops, &pieces.iter().map(String::as_str).collect::<Vec<_>>()),
+                    expected,
+                    "{stops:?} {size}"
+                );
             }
         }
     }

@@ -65,8 +65,12 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         match &self.bytes {
             Some(_) => {
-                let bytes: Vec<u8> =
-                    ids.iter().filter(|id| !(skip_special && self.is_special(**id))).flat_map(|id| self.bytes(*id)).copied().collect();
+                let bytes: Vec<u8> = ids
+                    .iter()
+                    .filter(|id| !(skip_special && self.is_special(**id)))
+                    .flat_map(|id| self.bytes(*id))
+                    .copied()
+                    .collect();
                 String::from_utf8_lossy(&bytes).into_owned()
             }
             None => self.inner.decode(ids, skip_special).unwrap_or_default(),
