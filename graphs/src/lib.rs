@@ -8,6 +8,8 @@ pub mod device;
 pub mod model;
 pub mod null;
 pub mod plan;
+#[cfg(test)]
+mod samples;
 pub mod source;
 pub mod spec;
 pub mod step;

@@ -4,8 +4,14 @@
 //! buffers and weights, in the same order and so with the same ids, in every plan; only extents that follow the step shape
 //! differ. Nothing in a plan is a scalar that changes from step to step.
 
-use slotgraph_kernels::{BufferId, BufferSpec, Op, Specs, WeightId, WeightSpec};
-use std::collections::HashSet;
+#[cfg(test)]
+mod tests;
+mod text;
+mod verify;
+
+use slotgraph_kernels::ShapeError;
+use slotgraph_kernels::{BufferId, BufferSpec, Op, Role, Specs, WeightId, WeightSpec};
+use std::fmt;
 
 /// Which part of the model a rank runs. `ranks` is 1, 2, 4 or 8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +32,7 @@ pub struct PlacedOp {
     pub op: Op,
 }
 
-/// The ops of one step shape.
+/// The ops of one step shape. `Display` prints it for people and golden files.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// `model_type` of the model.
@@ -56,6 +62,29 @@ impl Specs for Plan {
     }
 }
 
+impl Plan {
+    /// Refuses a plan that a device must not run: the rules are in `plan/verify.rs`.
+    pub fn verify(&self) -> Result<(), PlanError> {
+        verify::verify(self)
+    }
+}
+
+/// Where in a plan something is wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Site {
+    pub op: &'static str,
+    pub layer: Option<usize>,
+}
+
+impl fmt::Display for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.layer {
+            Some(layer) => write!(f, "{} of layer {layer}", self.op),
+            None => f.write_str(self.op),
+        }
+    }
+}
+
 /// Why a plan cannot be built or must not be run.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
@@ -63,22 +92,24 @@ pub enum PlanError {
     Unbuildable { model: &'static str, reason: String },
     #[error("two {what}s are named {name}")]
     DuplicateName { what: &'static str, name: String },
-}
-
-impl Plan {
-    /// Refuses a plan that a device must not run.
-    pub fn verify(&self) -> Result<(), PlanError> {
-        unique("buffer", self.buffers.iter().map(|buffer| &buffer.name))?;
-        unique("weight", self.weights.iter().map(|weight| &weight.name))
-    }
-}
-
-fn unique<'a>(what: &'static str, names: impl Iterator<Item = &'a String>) -> Result<(), PlanError> {
-    let mut seen = HashSet::new();
-    for name in names {
-        if !seen.insert(name) {
-            return Err(PlanError::DuplicateName { what, name: name.clone() });
-        }
-    }
-    Ok(())
+    #[error("{site} names {what} {id}, and the plan has {count}")]
+    UnknownId { site: Site, what: &'static str, id: u32, count: usize },
+    #[error("{}: {source}", Site { op: source.op, layer: *layer })]
+    Shape { layer: Option<usize>, source: ShapeError },
+    #[error("the plan's ends: {0}")]
+    Ends(String),
+    #[error("{site} reads {buffer}, which nothing before it in this step and layer wrote")]
+    ReadBeforeWrite { site: Site, buffer: String },
+    #[error("what {site} writes to {buffer} is never read")]
+    LostWrite { site: Site, buffer: String },
+    #[error("{site} writes {buffer} and names it once more")]
+    Alias { site: Site, buffer: String },
+    #[error("{site} may not touch {buffer}, whose role is {role:?}")]
+    Role { site: Site, buffer: String, role: Role },
+    #[error("{site} leaves pad rows without their place: {reason}")]
+    PadContract { site: Site, reason: String },
+    #[error("{what} {name} is used by {uses} ops, not by {expected}")]
+    Uses { what: &'static str, name: String, uses: usize, expected: &'static str },
+    #[error("weight {weight}: {reason}")]
+    Parts { weight: String, reason: String },
 }

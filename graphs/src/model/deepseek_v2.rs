@@ -19,15 +19,16 @@ use std::ops::Range;
 pub(super) fn layers(net: &mut Builder, mla: &Mla, ends: &Ends) {
     let Mlp::Moe(moe) = &net.spec.mlp else { unreachable!("pairings were checked by `build`") };
     let attn = AttentionBuffers::declare(net, mla);
-    let dense_act = net.per_row("dense.act", DType::Bf16, &[moe.dense_inner]);
-    let experts = MoeBuffers::declare(net, moe);
+    let dense_layers = (0..net.spec.layers).filter(|&layer| !net.spec.is_moe(layer)).count();
+    let dense_act = (dense_layers > 0).then(|| net.per_row("dense.act", DType::Bf16, &[moe.dense_inner]));
+    let experts = (dense_layers < net.spec.layers).then(|| MoeBuffers::declare(net, moe));
     for layer in 0..net.spec.layers {
         net.enter_layer(layer);
         attention(net, mla, ends, &attn, layer);
-        if net.spec.is_moe(layer) {
-            mixture(net, moe, ends, &experts, layer);
-        } else {
-            gated_mlp(net, ends, layer, dense_act, moe.dense_inner);
+        match (&experts, dense_act) {
+            (Some(experts), _) if net.spec.is_moe(layer) => mixture(net, moe, ends, experts, layer),
+            (_, Some(act)) => gated_mlp(net, ends, layer, act, moe.dense_inner),
+            _ => unreachable!("a layer of each kind declared its buffers"),
         }
     }
 }

@@ -172,3 +172,26 @@ fn gate_up_parts(prefix: &str, inner: usize, hidden: usize) -> [Part; 2] {
         Part::matrix(&format!("{prefix}.up_proj.weight"), [inner, hidden]).at(inner),
     ]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::samples;
+
+    #[test]
+    fn every_sample_model_builds_for_every_bucket_and_rank() {
+        for (name, spec) in samples::all() {
+            let ranks: &[usize] = if spec.experts().is_some() { &[1, 2, 4, 8] } else { &[1] };
+            for &ranks in ranks {
+                for rank in 0..ranks {
+                    for bucket in samples::limits().buckets {
+                        let plan = build(&spec, &samples::limits(), RankShape { rank, ranks }, bucket);
+                        if let Err(error) = plan {
+                            panic!("{name}, rank {rank} of {ranks}, bucket {bucket}: {error}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
