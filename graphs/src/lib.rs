@@ -3,8 +3,10 @@
 //! Knows ops (`kernels`) and nothing of requests, files or HTTP. All unsafe code of the project is in `cuda/`.
 #![deny(unsafe_code)]
 
+pub mod bucket;
 pub mod cuda;
 pub mod device;
+pub mod exchange;
 pub mod model;
 pub mod null;
 pub mod plan;
