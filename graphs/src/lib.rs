@@ -4,6 +4,7 @@
 #![deny(unsafe_code)]
 
 pub mod bucket;
+pub mod cpu;
 pub mod cuda;
 pub mod device;
 pub mod exchange;
