@@ -1,7 +1,8 @@
 //! The command line: which probes exist, where a report goes, and the exit code that its verdict means.
 
 use crate::evidence::Evidence;
-use crate::manifest;
+use crate::harness::raise_descriptor_limit;
+use crate::{bench_http, combine, manifest, slo};
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -21,7 +22,10 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    BenchHttp(bench_http::Args),
+    Combine(combine::Args),
     Manifest(manifest::Args),
+    Slo(slo::Args),
 }
 
 /// What a probe hands back.
@@ -46,7 +50,10 @@ pub enum ProbeError {
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let outcome = match &cli.command {
+        Command::BenchHttp(args) => over_http(bench_http::run(args)),
+        Command::Combine(args) => combine::run(args),
         Command::Manifest(args) => manifest::run(args),
+        Command::Slo(args) => over_http(slo::run(args)),
     };
     match outcome.and_then(|outcome| deliver(outcome, cli.out.as_deref())) {
         Ok(code) => code,
@@ -55,6 +62,13 @@ pub fn main() -> ExitCode {
             ExitCode::from(if matches!(error, ProbeError::Usage(_)) { 2 } else { 1 })
         }
     }
+}
+
+/// Runs a probe that speaks HTTP.
+fn over_http(probe: impl Future<Output = Result<Outcome, ProbeError>>) -> Result<Outcome, ProbeError> {
+    raise_descriptor_limit();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    runtime.map_err(|e| ProbeError::Failed(e.to_string()))?.block_on(probe)
 }
 
 fn deliver(outcome: Outcome, out: Option<&std::path::Path>) -> Result<ExitCode, ProbeError> {

@@ -130,6 +130,7 @@ pub struct Evidence {
 }
 
 /// Evidence in the making.
+#[derive(Clone)]
 pub struct Draft {
     pub probe: &'static str,
     pub question: String,
@@ -194,6 +195,11 @@ impl Draft {
         let within = self.metrics.iter().all(|metric| metric.limit.is_none_or(|limit| limit.holds(metric.value)));
         let caught = self.canary.as_ref().is_none_or(|canary| canary.caught || canary.skipped.is_some());
         if checked && within && caught { Verdict::Pass } else { Verdict::Fail }
+    }
+
+    /// The evidence that closing now would give.
+    pub fn preview(&self) -> Evidence {
+        self.clone().finish()
     }
 
     /// Closes the draft with the verdict that its contents have.

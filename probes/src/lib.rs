@@ -3,10 +3,17 @@
 //! Uses every other crate and is used by none. **Invariant:** a verdict is computed (`evidence`), never written.
 #![forbid(unsafe_code)]
 
+pub mod bench_http;
 pub mod claim;
 pub mod cli;
+pub mod client;
+pub mod combine;
 pub mod evidence;
+pub mod harness;
+pub mod load;
 pub mod machine;
 pub mod manifest;
 pub mod regression;
+pub mod scrape;
+pub mod slo;
 pub mod stats;
