@@ -5,10 +5,40 @@
 //! address never changes; all device work is on one stream; nothing that changes from step to step is a launch argument.
 #![allow(unsafe_code)]
 
+mod arena;
 mod cache;
+mod device;
 mod dl;
+mod error;
+mod exchange;
+mod gpu;
+mod graph;
+mod launch;
+pub mod ledger;
 pub mod libs;
+mod memory;
+mod modules;
+pub mod nodes;
 pub mod nvrtc;
 pub mod nvtx;
+mod options;
+mod prepare;
+mod probe;
+mod program;
+mod ring;
+mod weights;
 
+pub use arena::ArenaBytes;
 pub use cache::Cache;
+pub use device::CudaDevice;
+pub use error::{CallError, CudaError, DRIVER_MIN, DRIVER_MIN_RELEASE};
+pub use gpu::{Counters, GpuIdentity};
+pub use graph::GraphReport;
+pub use modules::ModulesReport;
+pub use options::{CudaFault, CudaOptions, FREE_MIN, KV_MARGIN, KvMemory, LibraryReport, MemoryReport, PrepareReport};
+pub use prepare::{Allocated, Compiled, Loaded, Opened, Resolved, Warm};
+pub use probe::{NodeInfo, Observer, OpAt, OpTime};
+pub use weights::{Progress, WeightsReport};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,163 @@
+//! What a CUDA device is made from, and what it says of its making.
+
+use super::arena::ArenaBytes;
+use super::cache::Cache;
+use super::gpu::GpuIdentity;
+use super::graph::GraphReport;
+use super::modules::ModulesReport;
+use super::weights::{Progress, WeightsReport};
+use crate::plan::RankShape;
+use crate::source::Source;
+use crate::spec::ModelSpec;
+use crate::step::StepLimits;
+use slotgraph_kernels::ops::AllGather;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Everything that `CudaDevice::prepare` needs.
+#[derive(Clone)]
+pub struct CudaOptions {
+    pub spec: ModelSpec,
+    /// `pages` is replaced by what `kv` gives; `CudaDevice::limits` says how many that were.
+    pub limits: StepLimits,
+    pub rank: RankShape,
+    /// CUDA device ordinal (`--devices`).
+    pub ordinal: usize,
+    pub source: Arc<dyn Source>,
+    pub kv: KvMemory,
+    /// Capture every bucket and replay; false launches op by op.
+    pub graph: bool,
+    /// Programmatic edges between kernels, where the GPU and the kernels have them.
+    pub pdl: bool,
+    /// The host-staged transport, for several ranks.
+    pub exchange: Option<Arc<dyn AllGather>>,
+    /// Folders of `--lib-dir`.
+    pub lib_dirs: Vec<PathBuf>,
+    /// Compiled kernels.
+    pub cache: Cache,
+    /// Told how far the weights are.
+    pub progress: Option<Progress>,
+    /// A planted fault, for canaries.
+    pub fault: Option<CudaFault>,
+}
+
+impl CudaOptions {
+    /// One rank on device 0: graphs, programmatic edges, 0.9 of the free memory, the user's kernel cache.
+    pub fn new(spec: ModelSpec, limits: StepLimits, source: Arc<dyn Source>) -> CudaOptions {
+        CudaOptions {
+            spec,
+            limits,
+            rank: RankShape::SINGLE,
+            ordinal: 0,
+            source,
+            kv: KvMemory::Fraction { of_free: 0.9, ranks_on_device: 1 },
+            graph: true,
+            pdl: true,
+            exchange: None,
+            lib_dirs: Vec::new(),
+            cache: Cache::of_user(),
+            progress: None,
+            fault: None,
+        }
+    }
+}
+
+/// How large the page pool becomes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum KvMemory {
+    /// Pages, page 0 included.
+    Pages(usize),
+    Bytes(u64),
+    /// A share of what is free once weights and arena are there, less `KV_MARGIN`, divided among the ranks on the device.
+    Fraction {
+        of_free: f64,
+        ranks_on_device: usize,
+    },
+}
+
+/// Bytes that a fraction of the free memory leaves alone, for graphs and libraries.
+pub const KV_MARGIN: u64 = 512 << 20;
+/// Bytes that must be free once everything was captured.
+pub const FREE_MIN: u64 = 128 << 20;
+
+/// A fault planted in the making of the device; each must be caught by the readiness probe (or fail the start).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CudaFault {
+    /// The residual stream's buffer is left out of the ledger.
+    UnregisteredPointer,
+    /// The capture of the largest bucket does something that a capture forbids.
+    FailedCapture,
+    /// Captured kernels read every row's position from a copy that no step updates.
+    BakedPosition,
+}
+
+impl KvMemory {
+    /// Pages of `page_bytes` each, given the free bytes. At most `useful`: more could never be held by the seats.
+    pub(super) fn pages(self, page_bytes: usize, free: u64, useful: usize) -> usize {
+        let budget = match self {
+            KvMemory::Pages(pages) => return pages,
+            KvMemory::Bytes(bytes) => bytes,
+            KvMemory::Fraction { of_free, ranks_on_device } => {
+                let share = free as f64 * of_free / ranks_on_device.max(1) as f64;
+                (share as u64).saturating_sub(KV_MARGIN)
+            }
+        };
+        usize::try_from(budget / (page_bytes as u64).max(1)).unwrap_or(usize::MAX).min(useful)
+    }
+}
+
+/// What preparing a device took and gave; part of the start-up record.
+#[derive(Clone, Debug, Default, serde::Serialize)]
+pub struct PrepareReport {
+    pub gpu: Option<GpuIdentity>,
+    pub libraries: Vec<LibraryReport>,
+    /// (phase, milliseconds) in order.
+    pub phases_ms: Vec<(&'static str, f64)>,
+    pub modules: ModulesReport,
+    pub weights: WeightsReport,
+    pub memory: MemoryReport,
+    pub graphs: Vec<GraphReport>,
+}
+
+/// A library that is in use.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct LibraryReport {
+    pub name: &'static str,
+    pub version: String,
+    pub path: PathBuf,
+    /// Which rule found it.
+    pub why: String,
+}
+
+/// The memory split, in bytes.
+#[derive(Clone, Copy, Debug, Default, serde::Serialize)]
+pub struct MemoryReport {
+    pub total: u64,
+    /// Free when the context was there.
+    pub free_at_start: u64,
+    pub weights: u64,
+    #[serde(flatten)]
+    pub arena: ArenaBytes,
+    pub pages: usize,
+    pub graphs: u64,
+    /// Free when ready.
+    pub free: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pool_follows_its_option() {
+        let (page, free) = (1 << 20, 10 << 30);
+        assert_eq!(KvMemory::Pages(7).pages(page, free, 1000), 7);
+        assert_eq!(KvMemory::Bytes(64 << 20).pages(page, free, 1000), 64);
+        assert_eq!(KvMemory::Bytes(1 << 40).pages(page, free, 1000), 1000, "no more than the seats can hold");
+        let fraction =
+            |of_free, ranks_on_device| KvMemory::Fraction { of_free, ranks_on_device }.pages(page, free, usize::MAX);
+        assert_eq!(fraction(0.5, 1), 5 * 1024 - 512);
+        assert_eq!(fraction(0.5, 2), 5 * 512 - 512);
+        assert_eq!(fraction(0.01, 1), 0);
+    }
+}

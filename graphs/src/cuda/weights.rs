@@ -1,0 +1,466 @@
+//! Weights on their way to the GPU: read by several threads into pinned buffers, copied to a staging area, packed there.
+//!
+//! Called once by `prepare`. **Invariants:** reads only from a validated `Source`, so a failure is I/O; each weight has one
+//! allocation, in the ledger; the packed form is made on the device by `pack.cu` alone, from files and from the dummy
+//! generator alike; staging and pinned buffers are gone when this returns.
+//!
+//! One thread (the caller's) talks to the driver. Readers take a free buffer first and then the next piece, under one lock,
+//! so that the earliest piece outstanding always has a buffer: the uploader, which goes in order, cannot starve.
+
+use super::error::{CudaError, During};
+use super::gpu::{Gpu, fault};
+use super::launch::{Addresses, Call};
+use super::ledger::Ledger;
+use super::memory::{DeviceMemory, PinnedMemory};
+use super::modules::Modules;
+use crate::source::{Source, SourceError, group_extents};
+use cudarc::driver::CudaEvent;
+use slotgraph_kernels::launch::{Arg, Launch};
+use slotgraph_kernels::{WeightForm, WeightId, WeightSpec, dummy, pack};
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Instant;
+
+/// Bytes of one piece: large enough for full copy speed, small enough that readers overlap.
+const PIECE_BYTES: usize = 16 << 20;
+/// Most reading threads; past this the copy engine is the limit.
+const READERS_MAX: usize = 12;
+
+/// Told the bytes done and the bytes in all.
+pub type Progress = Arc<dyn Fn(u64, u64) + Send + Sync>;
+
+/// What loading took.
+#[derive(Clone, Debug, Default, serde::Serialize)]
+pub struct WeightsReport {
+    /// Bytes on the device, packed.
+    pub device_bytes: u64,
+    /// Bytes read from the source (0 when the device made them).
+    pub read_bytes: u64,
+    pub seconds: f64,
+    /// `read_bytes` over `seconds`.
+    pub gb_per_s: f64,
+    pub readers: usize,
+    /// Reading time, averaged over the readers.
+    pub read_ms: f64,
+    /// Time that the uploader waited for readers, and for copies and packing.
+    pub starved_ms: f64,
+    pub copy_wait_ms: f64,
+    pub dummy: bool,
+}
+
+/// Every weight of a rank, packed.
+pub(super) struct Weights {
+    memory: Vec<DeviceMemory>,
+}
+
+impl Weights {
+    pub fn address(&self, id: WeightId) -> u64 {
+        self.memory[id.0 as usize].address
+    }
+}
+
+/// The launches that pack and make weights, for compilation beforehand.
+pub(super) fn launches(specs: &[WeightSpec], source: &dyn Source) -> Vec<Launch> {
+    let packs = specs.iter().filter_map(|spec| pack::launch(&spec.form));
+    let parts = source.dummy().into_iter().flat_map(|_| specs.iter().filter(|spec| is_matrix(&spec.form)));
+    let dummies =
+        parts.filter_map(|spec| Some(pack::dummy_launch(spec.parts.first()?, 0, group_extents(&spec.form).1)));
+    packs.chain(dummies).collect()
+}
+
+/// Loads all of `specs`.
+pub(super) fn upload(
+    gpu: &Arc<Gpu>,
+    modules: &Modules,
+    specs: &[WeightSpec],
+    source: &dyn Source,
+    ledger: &mut Ledger,
+    progress: Option<&Progress>,
+) -> Result<(Weights, WeightsReport), CudaError> {
+    let start = Instant::now();
+    let memory = allocate(gpu, specs, ledger)?;
+    let staging_bytes = specs.iter().map(|spec| group_elements(&spec.form) * 2).max().unwrap_or(0);
+    let staging = DeviceMemory::allocate(gpu, staging_bytes)
+        .during(|| format!("allocating {staging_bytes} bytes to stage weights"))?;
+    let mut upload =
+        Upload { gpu, modules, specs, memory: &memory, staging: &staging, report: WeightsReport::default() };
+    upload.report.device_bytes = memory.iter().map(|memory| memory.bytes as u64).sum();
+
+    upload.computed()?;
+    let made = source.dummy();
+    if let Some(made) = made {
+        upload.report.dummy = true;
+        // On an error the launches that were issued still use staging and weights.
+        upload.make(made.seed).inspect_err(|_| {
+            let _ = gpu.wait();
+        })?;
+    }
+    let pieces = pieces(specs, |form| made.is_none() || !is_matrix(form));
+    let streamed = upload.stream(source, &pieces, progress);
+    // Also after an error: nothing may be freed that a launch still uses.
+    let waited = gpu.wait().during(|| "packing the weights".into());
+    streamed.and(waited)?;
+
+    let mut report = upload.report;
+    report.seconds = start.elapsed().as_secs_f64();
+    report.gb_per_s = report.read_bytes as f64 / report.seconds / 1e9;
+    Ok((Weights { memory }, report))
+}
+
+fn allocate(gpu: &Arc<Gpu>, specs: &[WeightSpec], ledger: &mut Ledger) -> Result<Vec<DeviceMemory>, CudaError> {
+    let needed: u64 = specs.iter().map(|spec| pack::bytes(&spec.form) as u64).sum();
+    let (free, _) = gpu.memory().during(|| "reading the free memory".into())?;
+    if needed > free {
+        let remedy = "use a smaller model, a larger GPU, or --ep with more devices";
+        return Err(CudaError::Memory { what: "the weights".into(), needed, free, remedy });
+    }
+    let one = |spec: &WeightSpec| {
+        let bytes = pack::bytes(&spec.form);
+        let memory = DeviceMemory::allocate(gpu, bytes)
+            .during(|| format!("allocating {bytes} bytes for weight {}", spec.name))?;
+        ledger.register(format!("weight {}", spec.name), memory.address, memory.bytes as u64);
+        Ok(memory)
+    };
+    specs.iter().map(one).collect()
+}
+
+fn is_matrix(form: &WeightForm) -> bool {
+    matches!(form, WeightForm::Gemm { .. } | WeightForm::Table { .. })
+}
+
+/// Elements of one group as the source gives it; 0 for computed forms.
+fn group_elements(form: &WeightForm) -> usize {
+    let (rows, columns) = group_extents(form);
+    rows * columns
+}
+
+/// Some rows of a group: what one reader reads at a time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Piece {
+    weight: usize,
+    group: usize,
+    rows: Range<usize>,
+    /// Elements of the group before this piece.
+    before: usize,
+    elements: usize,
+    /// The group is whole once this piece is there.
+    last: bool,
+}
+
+/// Every group of the forms wanted, cut into pieces of whole rows, in order.
+fn pieces(specs: &[WeightSpec], wanted: impl Fn(&WeightForm) -> bool) -> Vec<Piece> {
+    let mut pieces = Vec::new();
+    for (weight, spec) in specs.iter().enumerate().filter(|(_, spec)| wanted(&spec.form)) {
+        let (rows, columns) = group_extents(&spec.form);
+        if rows == 0 {
+            continue;
+        }
+        let step = (PIECE_BYTES / 2 / columns).max(1);
+        for group in 0..pack::groups(&spec.form) {
+            for start in (0..rows).step_by(step) {
+                let end = (start + step).min(rows);
+                let (before, elements) = (start * columns, (end - start) * columns);
+                pieces.push(Piece { weight, group, rows: start..end, before, elements, last: end == rows });
+            }
+        }
+    }
+    pieces
+}
+
+struct Upload<'a> {
+    gpu: &'a Arc<Gpu>,
+    modules: &'a Modules,
+    specs: &'a [WeightSpec],
+    memory: &'a [DeviceMemory],
+    staging: &'a DeviceMemory,
+    report: WeightsReport,
+}
+
+/// Where a pack or dummy launch reads and writes.
+struct PackAddresses {
+    staging: u64,
+    packed: u64,
+}
+
+impl Addresses for PackAddresses {
+    fn address(&self, arg: Arg) -> Option<u64> {
+        match arg {
+            Arg::Staging => Some(self.staging),
+            Arg::Packed => Some(self.packed),
+            _ => None,
+        }
+    }
+}
+
+impl Upload<'_> {
+    /// Rotary tables, computed on the host so that every device rotates alike.
+    fn computed(&self) -> Result<(), CudaError> {
+        for (spec, memory) in self.specs.iter().zip(self.memory) {
+            if let WeightForm::Rope(table) = &spec.form {
+                let values = pack::rope_table(table);
+                let bytes = size_of_val(values.as_slice());
+                assert!(bytes <= memory.bytes, "{} fills {bytes} bytes of {}", spec.name, memory.bytes);
+                // SAFETY: the target holds `bytes` by the assertion; `values` lives past the wait.
+                unsafe { self.gpu.copy_in(memory.address, values.as_ptr().cast(), bytes) }
+                    .and_then(|()| self.gpu.wait())
+                    .during(|| format!("copying {}", spec.name))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes dummy matrices on the device.
+    fn make(&self, seed: u64) -> Result<(), CudaError> {
+        for (weight, spec) in self.specs.iter().enumerate().filter(|(_, spec)| is_matrix(&spec.form)) {
+            let columns = group_extents(&spec.form).1;
+            for group in 0..pack::groups(&spec.form) {
+                for part in spec.parts.iter().filter(|part| part.group == group) {
+                    let launch = pack::dummy_launch(part, dummy::tensor_key(seed, &part.tensor), columns);
+                    self.run(weight, group, &launch)?;
+                }
+                self.pack(weight, group)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Packs the group that is whole in the staging area.
+    fn pack(&self, weight: usize, group: usize) -> Result<(), CudaError> {
+        let launch = pack::launch(&self.specs[weight].form).expect("computed forms are not staged");
+        self.run(weight, group, &launch)
+    }
+
+    fn run(&self, weight: usize, group: usize, launch: &Launch) -> Result<(), CudaError> {
+        let spec = &self.specs[weight];
+        let packed = self.memory[weight].address + (group * pack::group_bytes(&spec.form)) as u64;
+        let addresses = PackAddresses { staging: self.staging.address, packed };
+        let doing = || format!("packing {} (group {group})", spec.name);
+        let call = Call::resolve(launch, self.modules, &addresses, false).map_err(CudaError::Unsupported)?;
+        // SAFETY: the staging area holds the largest group, and the weight's allocation holds all of its groups (`pack`
+        // says how large they are); both live until the wait at the end of `upload`.
+        unsafe { call.launch(self.gpu) }.during(doing)
+    }
+
+    /// Reads `pieces` on several threads and uploads them in order.
+    fn stream(&mut self, source: &dyn Source, pieces: &[Piece], progress: Option<&Progress>) -> Result<(), CudaError> {
+        if pieces.is_empty() {
+            return Ok(());
+        }
+        let cores = std::thread::available_parallelism().map_or(1, |count| count.get());
+        let readers = cores.clamp(1, READERS_MAX).min(pieces.len());
+        let largest = pieces.iter().map(|piece| piece.elements).max().expect("there are pieces");
+        let (free, buffers) = mpsc::channel::<Buffer>();
+        for _ in 0..(2 * readers).min(pieces.len()) {
+            free.send(Buffer::allocate(self.gpu, largest)?).expect("the receiver is alive");
+        }
+        let queue = Mutex::new(Queue { buffers, next: 0 });
+        let (filled, arrivals) = mpsc::channel();
+        let read_ns = AtomicU64::new(0);
+        let total: u64 = pieces.iter().map(|piece| piece.elements as u64 * 2).sum();
+        let specs = self.specs;
+        let outcome = std::thread::scope(|scope| {
+            for _ in 0..readers {
+                let (filled, queue, read_ns) = (filled.clone(), &queue, &read_ns);
+                scope.spawn(move || read_pieces(source, specs, pieces, queue, &filled, read_ns));
+            }
+            // The uploader's own copy must go, or a reader that ended would not be noticed.
+            drop(filled);
+            let done = |bytes: u64| {
+                if let Some(progress) = progress {
+                    progress(bytes, total);
+                }
+            };
+            self.upload_in_order(pieces, free, &arrivals, readers, done)
+        });
+        self.report.readers = readers;
+        self.report.read_bytes = total;
+        self.report.read_ms = read_ns.load(Ordering::Relaxed) as f64 / 1e6 / readers as f64;
+        outcome
+    }
+
+    /// Takes filled buffers in the order of `pieces`, copies each, packs each group that is whole. Owns `free`: when this
+    /// returns, for whatever reason, the readers find it closed and end.
+    fn upload_in_order(
+        &mut self,
+        pieces: &[Piece],
+        free: mpsc::Sender<Buffer>,
+        arrivals: &mpsc::Receiver<Filled>,
+        copies_max: usize,
+        done: impl Fn(u64),
+    ) -> Result<(), CudaError> {
+        let mut early: BTreeMap<usize, Filled> = BTreeMap::new();
+        let mut copying: VecDeque<Buffer> = VecDeque::new();
+        let mut bytes = 0;
+        let mut outcome = Ok(());
+        for (index, piece) in pieces.iter().enumerate() {
+            let start = Instant::now();
+            let filled = loop {
+                if let Some(filled) = early.remove(&index) {
+                    break filled;
+                }
+                let filled =
+                    arrivals.recv().expect("readers end only when they have no more pieces or `free` is closed");
+                early.insert(filled.piece, filled);
+            };
+            self.report.starved_ms += millis(start);
+            outcome = self.upload_piece(piece, filled, &mut copying);
+            if outcome.is_err() {
+                break;
+            }
+            if copying.len() > copies_max {
+                let start = Instant::now();
+                let buffer = copying.pop_front().expect("it is longer than copies_max");
+                let waited = buffer.wait(self.gpu).during(|| "waiting for a copy of weights".into());
+                self.report.copy_wait_ms += millis(start);
+                if waited.is_err() {
+                    outcome = waited;
+                    break;
+                }
+                // A closed channel means that every piece was taken and all readers ended.
+                let _ = free.send(buffer);
+            }
+            bytes += piece.elements as u64 * 2;
+            done(bytes);
+        }
+        // Also after an error: the buffers must outlive their copies.
+        let start = Instant::now();
+        let waited = self.gpu.wait().during(|| "waiting for the last copies of weights".into());
+        self.report.copy_wait_ms += millis(start);
+        outcome.and(waited)
+    }
+
+    fn upload_piece(&self, piece: &Piece, filled: Filled, copying: &mut VecDeque<Buffer>) -> Result<(), CudaError> {
+        filled.outcome?;
+        copying.push_back(filled.buffer);
+        let buffer = copying.back().expect("just pushed");
+        buffer
+            .copy_to(self.gpu, self.staging, piece)
+            .during(|| format!("copying {}", self.specs[piece.weight].name))?;
+        if piece.last { self.pack(piece.weight, piece.group) } else { Ok(()) }
+    }
+}
+
+fn millis(start: Instant) -> f64 {
+    start.elapsed().as_secs_f64() * 1e3
+}
+
+/// Free buffers and the next piece, taken together.
+struct Queue {
+    buffers: mpsc::Receiver<Buffer>,
+    next: usize,
+}
+
+/// A buffer with one piece in it, or the reason why not.
+struct Filled {
+    piece: usize,
+    buffer: Buffer,
+    outcome: Result<(), SourceError>,
+}
+
+fn read_pieces(
+    source: &dyn Source,
+    specs: &[WeightSpec],
+    pieces: &[Piece],
+    queue: &Mutex<Queue>,
+    filled: &mpsc::Sender<Filled>,
+    read_ns: &AtomicU64,
+) {
+    loop {
+        let (index, mut buffer) = {
+            let mut queue = queue.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            if queue.next == pieces.len() {
+                return;
+            }
+            let Ok(buffer) = queue.buffers.recv() else { return };
+            queue.next += 1;
+            (queue.next - 1, buffer)
+        };
+        let piece = &pieces[index];
+        let start = Instant::now();
+        let spec = &specs[piece.weight];
+        let out = buffer.elements_mut(piece.elements);
+        // A panic must not lose the buffer: the uploader would wait for this piece for ever.
+        let read = || source.read_rows(spec, piece.group, piece.rows.clone(), out);
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(read))
+            .unwrap_or_else(|_| Err(SourceError { weight: spec.name.clone(), reason: "reading it panicked".into() }));
+        read_ns.fetch_add(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+        if filled.send(Filled { piece: index, buffer, outcome }).is_err() {
+            return;
+        }
+    }
+}
+
+/// A pinned buffer and the event that says when its copy has run.
+struct Buffer {
+    memory: PinnedMemory,
+    copied: CudaEvent,
+}
+
+impl Buffer {
+    fn allocate(gpu: &Arc<Gpu>, elements: usize) -> Result<Buffer, CudaError> {
+        let doing = || format!("allocating {} pinned bytes to read weights", elements * 2);
+        let memory = PinnedMemory::allocate(gpu, elements.div_ceil(2)).during(doing)?;
+        let copied = gpu.context.new_event(None).map_err(fault("cuEventCreate")).during(doing)?;
+        Ok(Buffer { memory, copied })
+    }
+
+    fn elements_mut(&mut self, count: usize) -> &mut [u16] {
+        &mut bytemuck::cast_slice_mut(self.memory.slice_mut(0, count.div_ceil(2)))[..count]
+    }
+
+    fn copy_to(&self, gpu: &Gpu, staging: &DeviceMemory, piece: &Piece) -> Result<(), super::error::CallError> {
+        let (offset, bytes) = (piece.before * 2, piece.elements * 2);
+        assert!(offset + bytes <= staging.bytes && bytes <= self.memory.bytes(), "a piece fits both of its ends");
+        // SAFETY: both ranges are in bounds by the assertion; the buffer is not handed out again before `wait` returned, and
+        // it is not freed before the stream was waited for (`upload`, `upload_in_order`).
+        unsafe { gpu.copy_in(staging.address + offset as u64, self.memory.host(), bytes) }?;
+        self.copied.record(&gpu.stream).map_err(fault("cuEventRecord"))
+    }
+
+    /// Waits until the copy has run.
+    fn wait(&self, gpu: &Gpu) -> Result<(), super::error::CallError> {
+        super::gpu::count(&gpu.counters.waits);
+        self.copied.synchronize().map_err(fault("cuEventSynchronize"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slotgraph_kernels::contract::GemmKind;
+
+    fn spec(form: WeightForm) -> WeightSpec {
+        WeightSpec { name: "w".into(), form, parts: Vec::new() }
+    }
+
+    #[test]
+    fn pieces_cover_every_row_once_in_order_and_close_each_group() {
+        let wide = PIECE_BYTES / 2 / 3; // three rows a piece
+        let specs = [
+            spec(WeightForm::Gemm { kind: GemmKind::AttnOut, groups: 2, n: 7, k: wide }),
+            spec(WeightForm::Vector { n: 5 }),
+            spec(WeightForm::Table { rows: 4, cols: 2 * PIECE_BYTES }),
+        ];
+        let cut = pieces(&specs, |_| true);
+        let rows: Vec<(usize, usize, Range<usize>, bool)> =
+            cut.iter().map(|piece| (piece.weight, piece.group, piece.rows.clone(), piece.last)).collect();
+        let want = [
+            (0, 0, 0..3, false),
+            (0, 0, 3..6, false),
+            (0, 0, 6..7, true),
+            (0, 1, 0..3, false),
+            (0, 1, 3..6, false),
+            (0, 1, 6..7, true),
+            (1, 0, 0..5, true),
+            (2, 0, 0..1, false),
+            (2, 0, 1..2, false),
+            (2, 0, 2..3, false),
+            (2, 0, 3..4, true),
+        ];
+        assert_eq!(rows, want);
+        assert_eq!((cut[2].before, cut[2].elements), (6 * wide, wide));
+        assert!(pieces(&specs, is_matrix).iter().all(|piece| piece.weight != 1));
+    }
+}
