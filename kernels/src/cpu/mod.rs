@@ -6,8 +6,10 @@
 
 mod weight;
 
-pub use weight::{CpuWeight, PackedGemm, RopeValues};
+pub use weight::{CpuWeight, PANEL, PackedGemm, RopeValues};
 
+use crate::math::gemm::Batch;
+use crate::math::sample::Outcome;
 use crate::ops::{AllGather, ExchangeError};
 use crate::spec::{BufferId, BufferSpec, DType, Precision, WeightId};
 use std::sync::Arc;
@@ -60,16 +62,26 @@ pub struct CpuMemory {
 /// Working space, kept between ops so that steps do not allocate.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    /// GEMM products by panel.
-    pub products: Vec<f32>,
-    /// A second GEMM's products (moe_down's shared experts).
-    pub products_shared: Vec<f32>,
-    /// Normalised or gathered input rows.
+    /// Inputs of a GEMM's rows: normalised, gathered or rounded.
     pub inputs: Vec<f32>,
-    /// Offsets of a GEMM's input rows.
-    pub starts: Vec<usize>,
-    pub jobs: Vec<crate::math::gemm::Job>,
-    pub indices: Vec<usize>,
+    pub batch: Batch,
+    pub more_batch: Batch,
+    /// GEMM products by panel, and those of a second GEMM beside it.
+    pub products: Vec<f32>,
+    pub more_products: Vec<f32>,
+    /// Router scores.
+    pub scores: Vec<f32>,
+    pub outcomes: Vec<Outcome>,
+}
+
+impl Scratch {
+    /// Room for `len` inputs.
+    pub fn inputs(&mut self, len: usize) -> &mut [f32] {
+        if self.inputs.len() < len {
+            self.inputs.resize(len, 0.0);
+        }
+        &mut self.inputs[..len]
+    }
 }
 
 impl CpuMemory {
@@ -172,10 +184,8 @@ pub enum OpError {
     Exchange(#[from] ExchangeError),
     #[error("exchange: this memory has no peers")]
     NoPeers,
-    #[error("fetch: entry of step {expected} says {field} = {got}")]
-    Entry { expected: u64, field: &'static str, got: u64 },
+    #[error("fetch: the entry of step {step} has {field} {got}, which cannot be")]
+    Entry { step: u64, field: &'static str, got: u64 },
     #[error("{op}: row {row} has position {position}, past the last of {limit}")]
     Position { op: &'static str, row: usize, position: usize, limit: usize },
-    #[error("{0}: no CPU reference yet")]
-    NotBuilt(&'static str),
 }

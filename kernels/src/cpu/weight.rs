@@ -100,6 +100,14 @@ impl CpuWeight {
         }
     }
 
+    /// Columns and bits.
+    pub(crate) fn table(&self) -> (usize, &[u16]) {
+        match self {
+            CpuWeight::Table { cols, bits } => (*cols, bits),
+            _ => panic!("the op's shape check asks for a table here"),
+        }
+    }
+
     pub(crate) fn rope(&self) -> &RopeValues {
         match self {
             CpuWeight::Rope(rope) => rope,

@@ -1,10 +1,328 @@
-//! GEMM over packed panels.
+//! GEMM over packed panels (contract §2): K in 16-wide tiles, S slices, each slice one accumulator chain with K ascending,
+//! multiply and add rounded apart; slices combine by the balanced tree.
+//!
+//! Used by every op with a weight. A panel's 16 outputs advance along K side by side in vector lanes, and up to four rows
+//! share each weight load; each output still sees its own K order.
 
-/// Some input rows of one weight group.
+use super::exp::silu;
+use super::{PARALLEL_WORK, join, rounded, vectorised};
+use crate::contract::{K_TILE, slice_tiles};
+use crate::cpu::{PANEL, PackedGemm};
+use crate::spec::Precision;
+use std::ops::Range;
+
+/// Some input rows that one group of the weight multiplies.
 #[derive(Clone, Copy, Debug)]
-pub struct Job {
-    pub group: usize,
-    /// First of its rows, and how many.
-    pub first: usize,
-    pub count: usize,
+struct Job {
+    group: usize,
+    /// Its rows are `first .. first + count` of all jobs' rows; jobs follow each other without gaps.
+    first: usize,
+    count: usize,
+}
+
+/// The rows of a GEMM, by job. Reused.
+#[derive(Default)]
+pub struct Batch {
+    /// Where each row's K inputs start.
+    starts: Vec<usize>,
+    jobs: Vec<Job>,
+    /// For each line of a grouped GEMM's output its job and row within; a job of `ABSENT` has no products.
+    places: Vec<(u32, u32)>,
+    counts: Vec<usize>,
+}
+
+/// The job of a line that belongs to another rank, or to nobody.
+const ABSENT: u32 = u32::MAX;
+/// Most rows of one job, so that many rows of a narrow weight still divide.
+const JOB_ROWS: usize = 64;
+
+impl Batch {
+    /// Each of `groups` groups multiplies `rows` rows; `start(group, row)` says where their inputs lie. Job
+    /// `group · jobs a group + row / JOB_ROWS` holds a row, which `Products::of` knows.
+    pub fn uniform(&mut self, groups: usize, rows: usize, start: impl Fn(usize, usize) -> usize) -> &mut Self {
+        self.starts.clear();
+        self.jobs.clear();
+        for group in 0..groups {
+            self.push_jobs(group, rows);
+            self.starts.extend((0..rows).map(|row| start(group, row)));
+        }
+        self
+    }
+
+    /// Line `line` is multiplied by the group `group(line)`, if any, with the inputs at `start(line)`. Lines of a group keep
+    /// their order.
+    pub fn grouped(
+        &mut self,
+        groups: usize,
+        lines: usize,
+        group: impl Fn(usize) -> Option<usize>,
+        start: impl Fn(usize) -> usize,
+    ) -> &mut Self {
+        self.counts.clear();
+        self.counts.resize(groups, 0);
+        for group in (0..lines).filter_map(&group) {
+            self.counts[group] += 1;
+        }
+        self.starts.clear();
+        self.jobs.clear();
+        for group in 0..groups {
+            let count = self.counts[group];
+            // From here on, the next job row of the group.
+            self.counts[group] = self.starts.len();
+            self.push_jobs(group, count);
+            self.starts.resize(self.starts.len() + count, 0);
+        }
+        self.places.clear();
+        self.places.resize(lines, (ABSENT, 0));
+        for line in 0..lines {
+            if let Some(group) = group(line) {
+                self.starts[self.counts[group]] = start(line);
+                self.places[line].1 = self.counts[group] as u32;
+                self.counts[group] += 1;
+                self.places[line].0 = 0;
+            }
+        }
+        // A line's row among all becomes its job and the row within.
+        for place in self.places.iter_mut().filter(|place| place.0 != ABSENT) {
+            let at = place.1 as usize;
+            let job = self.jobs.partition_point(|job| job.first + job.count <= at);
+            *place = (job as u32, (at - self.jobs[job].first) as u32);
+        }
+        self
+    }
+
+    fn push_jobs(&mut self, group: usize, rows: usize) {
+        let first = self.starts.len();
+        for at in (0..rows).step_by(JOB_ROWS) {
+            self.jobs.push(Job { group, first: first + at, count: JOB_ROWS.min(rows - at) });
+        }
+    }
+
+    /// Multiplies; the products lie in `products`, which grows as needed.
+    pub fn multiply<'a>(&'a self, weight: &'a PackedGemm, x: &'a [f32], products: &'a mut Vec<f32>) -> Products<'a> {
+        let len = self.starts.len() * weight.panels * PANEL;
+        if products.len() < len {
+            products.resize(len, 0.0);
+        }
+        let gemm = Gemm { weight, x, starts: &self.starts };
+        gemm.split(&self.jobs, 0..weight.panels, &mut products[..len]);
+        Products { values: &products[..len], batch: self, weight }
+    }
+}
+
+/// Products `y = W x` of many rows with one weight.
+#[derive(Clone, Copy)]
+struct Gemm<'a> {
+    weight: &'a PackedGemm,
+    x: &'a [f32],
+    starts: &'a [usize],
+}
+
+/// Outputs of one panel for one row.
+type Lanes = [f32; PANEL];
+/// Outputs of P panels for R rows.
+type Tile<const R: usize, const P: usize> = [[Lanes; P]; R];
+
+impl Gemm<'_> {
+    /// Halves the work until a piece is small, across jobs first, then across the panels of one job.
+    fn split(&self, jobs: &[Job], panels: Range<usize>, out: &mut [f32]) {
+        let work = out.len() * self.weight.k;
+        if jobs.len() > 1 {
+            let (left, right) = jobs.split_at(jobs.len() / 2);
+            let at = (right[0].first - left[0].first) * panels.len() * PANEL;
+            let (out_left, out_right) = out.split_at_mut(at);
+            join(work, || self.split(left, panels.clone(), out_left), || self.split(right, panels.clone(), out_right));
+        } else if let [job] = jobs {
+            if work < PARALLEL_WORK || panels.len() < 2 {
+                vectorised(
+                    #[inline(always)]
+                    || self.block(*job, panels, out),
+                );
+                return;
+            }
+            let middle = panels.start + (panels.len() / 2).next_multiple_of(if panels.len() < 8 { 1 } else { 4 });
+            let (out_left, out_right) = out.split_at_mut((middle - panels.start) * job.count * PANEL);
+            join(
+                work,
+                || self.split(jobs, panels.start..middle, out_left),
+                || self.split(jobs, middle..panels.end, out_right),
+            );
+        }
+    }
+
+    /// Some panels of one job, into `[panel][row][PANEL]`.
+    #[inline(always)]
+    fn block(&self, job: Job, panels: Range<usize>, out: &mut [f32]) {
+        if job.count == 1 {
+            let mut panel = panels.start;
+            while panel + 4 <= panels.end {
+                self.tile::<1, 4>(job, 0, panel, &mut out[(panel - panels.start) * PANEL..]);
+                panel += 4;
+            }
+            for panel in panel..panels.end {
+                self.tile::<1, 1>(job, 0, panel, &mut out[(panel - panels.start) * PANEL..]);
+            }
+            return;
+        }
+        let mut panel = panels.start;
+        while panel < panels.end {
+            let out = &mut out[(panel - panels.start) * job.count * PANEL..];
+            let pair = panel + 2 <= panels.end;
+            let mut row = 0;
+            while row < job.count {
+                match (job.count - row, pair) {
+                    (4.., true) => self.tile::<4, 2>(job, row, panel, out),
+                    (4.., false) => self.tile::<4, 1>(job, row, panel, out),
+                    (2.., true) => self.tile::<2, 2>(job, row, panel, out),
+                    (2.., false) => self.tile::<2, 1>(job, row, panel, out),
+                    (_, true) => self.tile::<1, 2>(job, row, panel, out),
+                    (_, false) => self.tile::<1, 1>(job, row, panel, out),
+                }
+                row += match job.count - row {
+                    4.. => 4,
+                    2.. => 2,
+                    _ => 1,
+                };
+            }
+            panel += if pair { 2 } else { 1 };
+        }
+    }
+
+    /// Rows `row .. row + R` of a job times panels `panel .. panel + P`; `out` starts at the first of those panels.
+    #[inline(always)]
+    fn tile<const R: usize, const P: usize>(&self, job: Job, row: usize, panel: usize, out: &mut [f32]) {
+        let weight = self.weight;
+        let rows: [&[f32]; R] = std::array::from_fn(|r| &self.x[self.starts[job.first + row + r]..][..weight.k]);
+        let panels: [&[Bits]; P] = std::array::from_fn(|p| weight.panel(job.group, panel + p).as_chunks().0);
+        let tiles = weight.k.div_ceil(K_TILE);
+        // The balanced tree by binary carry: after slice i, as many partial sums merge as i + 1 has trailing zero bits.
+        let mut stack = [[[[0.0; PANEL]; P]; R]; 4];
+        let mut depth = 0;
+        for slice in 0..weight.slices {
+            let span = slice_tiles(slice, weight.slices, tiles);
+            let span = span.start * K_TILE..(span.end * K_TILE).min(weight.k);
+            let mut sum = chain(rows.map(|x| &x[span.clone()]), panels.map(|w| &w[span.clone()]));
+            for _ in 0..(slice + 1).trailing_zeros() {
+                depth -= 1;
+                sum = add(&stack[depth], &sum);
+            }
+            stack[depth] = sum;
+            depth += 1;
+        }
+        for (r, sums) in stack[0].iter().enumerate() {
+            for (p, sum) in sums.iter().enumerate() {
+                out[(p * job.count + row + r) * PANEL..][..PANEL].copy_from_slice(sum);
+            }
+        }
+    }
+}
+
+type Bits = [u16; PANEL];
+
+/// One slice: a chain from +0.0 along K.
+#[inline(always)]
+fn chain<const R: usize, const P: usize>(rows: [&[f32]; R], panels: [&[Bits]; P]) -> Tile<R, P> {
+    let mut sum = [[[0.0; PANEL]; P]; R];
+    let len = rows[0].len();
+    let rows = rows.map(|x| &x[..len]);
+    let panels = panels.map(|w| &w[..len]);
+    for k in 0..len {
+        for p in 0..P {
+            let w: Lanes = panels[p][k].map(super::bf16::to_f32);
+            for r in 0..R {
+                let x = rows[r][k];
+                for lane in 0..PANEL {
+                    sum[r][p][lane] += x * w[lane];
+                }
+            }
+        }
+    }
+    sum
+}
+
+#[inline(always)]
+fn add<const R: usize, const P: usize>(left: &Tile<R, P>, right: &Tile<R, P>) -> Tile<R, P> {
+    let mut sum = *left;
+    for r in 0..R {
+        for p in 0..P {
+            for lane in 0..PANEL {
+                sum[r][p][lane] = left[r][p][lane] + right[r][p][lane];
+            }
+        }
+    }
+    sum
+}
+
+/// What a GEMM left: for each job `[panel][row][PANEL]`.
+#[derive(Clone, Copy)]
+pub struct Products<'a> {
+    values: &'a [f32],
+    batch: &'a Batch,
+    weight: &'a PackedGemm,
+}
+
+impl<'a> Products<'a> {
+    /// The products of row `row` of group `group`, of a uniform batch.
+    #[inline(always)]
+    pub fn of(&self, group: usize, row: usize) -> RowProducts<'a> {
+        let jobs_per_group = self.batch.jobs.len() / self.weight.groups;
+        self.at(group * jobs_per_group + row / JOB_ROWS, row % JOB_ROWS)
+    }
+
+    /// The products of a line of a grouped batch, if it has any.
+    #[inline(always)]
+    pub fn of_line(&self, line: usize) -> Option<RowProducts<'a>> {
+        let (job, row) = self.batch.places[line];
+        (job != ABSENT).then(|| self.at(job as usize, row as usize))
+    }
+
+    /// The products of row `row` of job `job`.
+    #[inline(always)]
+    fn at(&self, job: usize, row: usize) -> RowProducts<'a> {
+        let job = self.batch.jobs[job];
+        RowProducts {
+            values: &self.values[(job.first * self.weight.panels + row) * PANEL..],
+            stride: job.count * PANEL,
+            panels: self.weight.panels,
+        }
+    }
+}
+
+/// One row's products, a panel at a time.
+#[derive(Clone, Copy)]
+pub struct RowProducts<'a> {
+    values: &'a [f32],
+    stride: usize,
+    panels: usize,
+}
+
+impl<'a> RowProducts<'a> {
+    #[inline(always)]
+    pub fn panel(&self, panel: usize) -> &'a Lanes {
+        self.values[panel * self.stride..][..PANEL].try_into().expect("a panel has PANEL outputs")
+    }
+
+    /// out[j] = f(y_j, out[j]) over the outputs in order.
+    #[inline(always)]
+    pub fn update(&self, out: &mut [f32], f: impl Fn(usize, f32, f32) -> f32) {
+        for (panel, out) in out.chunks_mut(PANEL).enumerate() {
+            let y = self.panel(panel);
+            for (lane, out) in out.iter_mut().enumerate() {
+                *out = f(panel * PANEL + lane, y[lane], *out);
+            }
+        }
+    }
+
+    /// out[j] = silu(gate_j) · up_j, rounded under the contract.
+    #[inline(always)]
+    pub fn gated(&self, precision: Precision, out: &mut [f32]) {
+        for (panel, out) in out.chunks_mut(PANEL).enumerate() {
+            let (gate, up) = (self.panel(panel), self.panel(panel + self.panels / 2));
+            let mut act = *gate;
+            for lane in 0..PANEL {
+                act[lane] = rounded(precision, silu(gate[lane]) * up[lane]);
+            }
+            out.copy_from_slice(&act[..out.len()]);
+        }
+    }
 }

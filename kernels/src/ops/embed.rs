@@ -2,6 +2,7 @@
 
 use super::Operation;
 use crate::cpu::{CpuMemory, OpError};
+use crate::math::bf16;
 use crate::shape::{Check, ShapeError};
 use crate::spec::{BufferId, DType, WeightForm, WeightId};
 
@@ -37,7 +38,17 @@ impl Operation for Embed {
         check.rows(self.token, DType::U32, 1)
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let weights = memory.weights.clone();
+        let (cols, table) = weights[self.table.0 as usize].table();
+        let mut x = memory.take_f32(self.x);
+        let tokens = memory.u32(self.token)[..memory.rows_computed()].iter();
+        for (x, &token) in x.chunks_exact_mut(cols).zip(tokens) {
+            for (x, &bits) in x.iter_mut().zip(&table[token as usize * cols..][..cols]) {
+                *x = bf16::to_f32(bits);
+            }
+        }
+        memory.put_f32(self.x, x);
+        Ok(())
     }
 }

@@ -54,7 +54,13 @@ impl Operation for Exchange {
         check.distinct(&[self.gathered, self.partial])
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let gather = memory.exchange.clone().ok_or(OpError::NoPeers)?;
+        let len = memory.plan_rows * memory.stride(self.partial);
+        let mut gathered = memory.take_f32(self.gathered);
+        let partial = &memory.f32(self.partial)[..len];
+        let done = gather.all_gather(self.rank, partial, &mut gathered[..self.ranks * len]);
+        memory.put_f32(self.gathered, gathered);
+        Ok(done?)
     }
 }

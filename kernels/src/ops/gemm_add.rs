@@ -40,7 +40,23 @@ impl Operation for GemmAdd {
         check.distinct(&[self.x, self.input])
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let weights = memory.weights.clone();
+        let weight = weights[self.weight.0 as usize].gemm();
+        let bias = self.bias.map(|bias| weights[bias.0 as usize].vector());
+        let mut scratch = std::mem::take(&mut memory.scratch);
+        let mut x = memory.take_f32(self.x);
+        let rows = memory.rows_computed();
+        let batch = scratch.batch.uniform(1, rows, |_, row| row * weight.k);
+        let products = batch.multiply(weight, memory.f32(self.input), &mut scratch.products);
+        for (row, x) in x.chunks_exact_mut(weight.n).take(rows).enumerate() {
+            match bias {
+                None => products.of(0, row).update(x, |_, y, x| x + y),
+                Some(bias) => products.of(0, row).update(x, |j, y, x| x + (y + bias[j])),
+            }
+        }
+        memory.put_f32(self.x, x);
+        memory.scratch = scratch;
+        Ok(())
     }
 }

@@ -2,8 +2,10 @@
 //!
 //! The order of sums and the rounding points are those of `mla_attend`.
 
+use super::rows::{Attention, CacheRows};
 use super::{Operation, Paged};
 use crate::cpu::{CpuMemory, OpError};
+use crate::math::attend::Columns;
 use crate::shape::{Check, ShapeError};
 use crate::spec::{BufferId, DType, WeightId};
 
@@ -49,7 +51,29 @@ impl Operation for GqaAttend {
         check.distinct(&[self.out, self.q, self.paged.kv, self.partials])
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let Self { heads, kv_heads, head_dim, .. } = *self;
+        let mut out = memory.take_f32(self.out);
+        let rows = memory.rows_computed();
+        let sharing = heads / kv_heads;
+        let attention = Attention {
+            op: self.name(),
+            precision: memory.precision,
+            scale: self.scale,
+            heads,
+            sharing,
+            kv: memory.f32(self.paged.kv),
+            width: 2 * kv_heads * head_dim,
+            rows: CacheRows::of(memory, self.paged, self.slot, self.position),
+        };
+        let q = memory.f32(self.q);
+        let query = |row: usize, head: usize| [&q[(row * heads + head) * head_dim..][..head_dim], &[]];
+        let columns = |head: usize| {
+            let (k, v) = (head / sharing * head_dim, (kv_heads + head / sharing) * head_dim);
+            Columns { keys: k..k + head_dim, values: v..v + head_dim }
+        };
+        let done = attention.run(columns, query, rows, &mut out[..rows * heads * head_dim]);
+        memory.put_f32(self.out, out);
+        done
     }
 }

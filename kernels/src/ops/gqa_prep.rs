@@ -3,8 +3,12 @@
 //! Rotation is of half pairs (i, i + d/2). With qk-norm the norm output is rounded, and the rotated value again.
 //! Cache row = k (kv_heads·d) then v (kv_heads·d). The row's page is `block_table[slot][position / PAGE_TOKENS]`; pad rows write page 0.
 
+use super::rows::{CacheRows, placed};
 use super::{Operation, Paged};
 use crate::cpu::{CpuMemory, OpError};
+use crate::math::norm::rms_norm;
+use crate::math::rope::rotate_halves;
+use crate::math::round_all;
 use crate::shape::{Check, ShapeError};
 use crate::spec::{BufferId, DType, WeightId};
 
@@ -54,7 +58,41 @@ impl Operation for GqaPrep {
         check.distinct(&[self.q, self.paged.kv, self.qkv])
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let Self { heads, kv_heads, head_dim, .. } = *self;
+        let weights = memory.weights.clone();
+        let rope = weights[self.rope.0 as usize].rope();
+        let vector = |id: WeightId| weights[id.0 as usize].vector();
+        let (q_norm, k_norm) = self.qk_norm.map(|(q, k)| (vector(q), vector(k))).unzip();
+        let mut q = memory.take_f32(self.q);
+        let mut kv = memory.take_f32(self.paged.kv);
+        let (rows, precision) = (memory.rows_computed(), memory.precision);
+        let placed_all = (|| {
+            let cache = CacheRows::of(memory, self.paged, self.slot, self.position);
+            let qkv = memory.f32(self.qkv).chunks_exact((heads + 2 * kv_heads) * head_dim);
+            for ((row, qkv), q) in qkv.take(rows).enumerate().zip(q.chunks_exact_mut(heads * head_dim)) {
+                let (cos_sin, line) = placed(self.name(), &cache, row, rope)?;
+                let width = 2 * kv_heads * head_dim;
+                let (k, v) = kv[line * width..][..width].split_at_mut(kv_heads * head_dim);
+                let (q_in, kv_in) = qkv.split_at(heads * head_dim);
+                let (k_in, v_in) = kv_in.split_at(kv_heads * head_dim);
+                for (norm, input, out) in [(q_norm, q_in, q), (k_norm, k_in, k)] {
+                    for (input, out) in input.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
+                        match norm {
+                            Some(norm) => rms_norm(precision, input, norm, self.eps, out),
+                            None => out.copy_from_slice(input),
+                        }
+                        rotate_halves(out, cos_sin);
+                        round_all(precision, out);
+                    }
+                }
+                v.copy_from_slice(v_in);
+                round_all(precision, v);
+            }
+            Ok(())
+        })();
+        memory.put_f32(self.q, q);
+        memory.put_f32(self.paged.kv, kv);
+        placed_all
     }
 }

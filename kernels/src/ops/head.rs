@@ -1,10 +1,12 @@
 //! head: logits[l, :] = W_head · rms_norm(x[logit_row[l], :]), fp32, only for rows that need logits.
 
 use super::Operation;
+use super::rows::norm_rows;
 use crate::contract::GemmKind;
 use crate::cpu::{CpuMemory, OpError};
+use crate::math::by_row;
 use crate::shape::{Check, ShapeError};
-use crate::spec::{BufferId, DType, WeightId};
+use crate::spec::{BufferId, Cols, DType, WeightId};
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Head {
@@ -41,7 +43,23 @@ impl Operation for Head {
         check.distinct(&[self.logits, self.x])
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let weights = memory.weights.clone();
+        let weight = weights[self.weight.0 as usize].gemm();
+        let norm = weights[self.norm.0 as usize].vector();
+        let mut scratch = std::mem::take(&mut memory.scratch);
+        let mut logits = memory.take_f32(self.logits);
+        let rows = memory.logit_rows_computed();
+        let x = Cols { buffer: self.x, offset: 0, width: weight.k };
+        let named = memory.u32(self.logit_row)[..rows].iter().map(|&row| row as usize);
+        norm_rows(memory, x, norm, self.eps, named, scratch.inputs(rows * weight.k));
+        let batch = scratch.batch.uniform(1, rows, |_, row| row * weight.k);
+        let products = batch.multiply(weight, &scratch.inputs, &mut scratch.products);
+        by_row(&mut logits[..rows * weight.n], weight.n, weight.n, &|row, logits| {
+            products.of(0, row).update(logits, |_, y, _| y);
+        });
+        memory.put_f32(self.logits, logits);
+        memory.scratch = scratch;
+        Ok(())
     }
 }

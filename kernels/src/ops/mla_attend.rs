@@ -4,8 +4,10 @@
 //! p rounded against the group's running maximum, the normaliser summing the unrounded p; groups by a left fold; O divided by the
 //! normaliser, then rounded. Pad rows attend to key 0 of page 0.
 
+use super::rows::{Attention, CacheRows};
 use super::{Operation, Paged};
 use crate::cpu::{CpuMemory, OpError};
+use crate::math::attend::Columns;
 use crate::shape::{Check, ShapeError};
 use crate::spec::{BufferId, DType, WeightId};
 
@@ -52,7 +54,28 @@ impl Operation for MlaAttend {
         check.distinct(&[self.o_lat, self.q_lat, self.q_rope, self.paged.kv, self.partials])
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let Self { heads, rope_dim, lora, .. } = *self;
+        let mut o_lat = memory.take_f32(self.o_lat);
+        let rows = memory.rows_computed();
+        let attention = Attention {
+            op: self.name(),
+            precision: memory.precision,
+            scale: self.scale,
+            heads,
+            sharing: heads,
+            kv: memory.f32(self.paged.kv),
+            width: lora + rope_dim,
+            rows: CacheRows::of(memory, self.paged, self.slot, self.position),
+        };
+        let (q_lat, q_rope) = (memory.f32(self.q_lat), memory.f32(self.q_rope));
+        let query = |row: usize, head: usize| {
+            let at = row * heads + head;
+            [&q_lat[at * lora..][..lora], &q_rope[at * rope_dim..][..rope_dim]]
+        };
+        let columns = |_| Columns { keys: 0..lora + rope_dim, values: 0..lora };
+        let done = attention.run(columns, query, rows, &mut o_lat[..rows * heads * lora]);
+        memory.put_f32(self.o_lat, o_lat);
+        done
     }
 }

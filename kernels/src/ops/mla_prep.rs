@@ -5,9 +5,13 @@
 //! Rotation is of interleaved pairs (2i, 2i+1). The row's page is `block_table[slot][position / PAGE_TOKENS]`; pad rows write page 0.
 //! Cache row = latent (lora) then k_rope (rope).
 
+use super::rows::{CacheRows, placed};
 use super::{Operation, Paged};
 use crate::contract::GemmKind;
 use crate::cpu::{CpuMemory, OpError};
+use crate::math::norm::rms_norm;
+use crate::math::rope::rotate_interleaved;
+use crate::math::{round_all, rounded};
 use crate::shape::{Check, ShapeError};
 use crate::spec::{BufferId, Cols, DType, WeightId};
 
@@ -66,7 +70,52 @@ impl Operation for MlaPrep {
         Ok(())
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let Self { heads, nope_dim, rope_dim, lora, .. } = *self;
+        let weights = memory.weights.clone();
+        let w_uk = weights[self.w_uk.0 as usize].gemm();
+        let kv_norm = weights[self.kv_norm.0 as usize].vector();
+        let rope = weights[self.rope.0 as usize].rope();
+        let mut scratch = std::mem::take(&mut memory.scratch);
+        let mut q_lat = memory.take_f32(self.q_lat);
+        let mut q_rope = memory.take_f32(self.q_rope);
+        let mut kv = memory.take_f32(self.paged.kv);
+        let (rows, precision) = (memory.rows_computed(), memory.precision);
+        let placed_all = (|| {
+            let cache = CacheRows::of(memory, self.paged, self.slot, self.position);
+            let (q, q_stride) = (memory.f32(self.q.buffer), memory.stride(self.q.buffer));
+            let (kv_a, kv_stride) = (memory.f32(self.kv_a.buffer), memory.stride(self.kv_a.buffer));
+            let q_nope = scratch.inputs(rows * heads * nope_dim);
+            for row in 0..rows {
+                let (cos_sin, line) = placed(self.name(), &cache, row, rope)?;
+                let q = q[row * q_stride + self.q.offset..][..self.q.width].chunks_exact(nope_dim + rope_dim);
+                let nopes = q_nope[row * heads * nope_dim..].chunks_exact_mut(nope_dim);
+                let ropes = q_rope[row * heads * rope_dim..].chunks_exact_mut(rope_dim);
+                for ((q, nope), roped) in q.zip(nopes).zip(ropes) {
+                    nope.copy_from_slice(&q[..nope_dim]);
+                    round_all(precision, nope);
+                    roped.copy_from_slice(&q[nope_dim..]);
+                    rotate_interleaved(roped, cos_sin);
+                    round_all(precision, roped);
+                }
+                let kv_a = &kv_a[row * kv_stride + self.kv_a.offset..][..lora + rope_dim];
+                let (latent, k_rope) = kv[line * (lora + rope_dim)..][..lora + rope_dim].split_at_mut(lora);
+                rms_norm(precision, &kv_a[..lora], kv_norm, self.eps, latent);
+                k_rope.copy_from_slice(&kv_a[lora..]);
+                rotate_interleaved(k_rope, cos_sin);
+                round_all(precision, k_rope);
+            }
+            Ok(())
+        })();
+        let batch = scratch.batch.uniform(heads, rows, |head, row| (row * heads + head) * nope_dim);
+        let products = batch.multiply(w_uk, &scratch.inputs, &mut scratch.products);
+        for (line, q_lat) in q_lat.chunks_exact_mut(lora).take(rows * heads).enumerate() {
+            products.of(line % heads, line / heads).update(q_lat, |_, y, _| rounded(precision, y));
+        }
+        memory.put_f32(self.q_lat, q_lat);
+        memory.put_f32(self.q_rope, q_rope);
+        memory.put_f32(self.paged.kv, kv);
+        memory.scratch = scratch;
+        placed_all
     }
 }

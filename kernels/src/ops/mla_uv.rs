@@ -3,6 +3,7 @@
 use super::Operation;
 use crate::contract::GemmKind;
 use crate::cpu::{CpuMemory, OpError};
+use crate::math::rounded;
 use crate::shape::{Check, ShapeError};
 use crate::spec::{BufferId, DType, WeightId};
 
@@ -36,7 +37,20 @@ impl Operation for MlaUv {
         check.distinct(&[self.out, self.o_lat])
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let weights = memory.weights.clone();
+        let w_uv = weights[self.w_uv.0 as usize].gemm();
+        let (heads, v, lora) = (w_uv.groups, w_uv.n, w_uv.k);
+        let mut scratch = std::mem::take(&mut memory.scratch);
+        let mut out = memory.take_f32(self.out);
+        let (rows, precision) = (memory.rows_computed(), memory.precision);
+        let batch = scratch.batch.uniform(heads, rows, |head, row| (row * heads + head) * lora);
+        let products = batch.multiply(w_uv, memory.f32(self.o_lat), &mut scratch.products);
+        for (line, out) in out.chunks_exact_mut(v).take(rows * heads).enumerate() {
+            products.of(line % heads, line / heads).update(out, |_, y, _| rounded(precision, y));
+        }
+        memory.put_f32(self.out, out);
+        memory.scratch = scratch;
+        Ok(())
     }
 }

@@ -21,6 +21,7 @@ mod moe_gate;
 mod moe_up;
 mod norm_gate_up;
 mod norm_gemm;
+mod rows;
 mod sample;
 
 pub use embed::Embed;

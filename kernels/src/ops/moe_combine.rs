@@ -1,6 +1,7 @@
 //! moe_combine: x[r, :] = (tree over ranks of gathered[n, r, :] + shared[r, :]) + x[r, :]: the rest of the shard tree, on every rank.
 
 use super::Operation;
+use crate::contract::{EXPERT_SHARDS, tree};
 use crate::cpu::{CpuMemory, OpError};
 use crate::shape::{Check, ShapeError};
 use crate::spec::{BufferId, DType, WeightId};
@@ -38,7 +39,19 @@ impl Operation for MoeCombine {
         check.distinct(&[self.x, self.gathered, self.shared])
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let hidden = memory.stride(self.x);
+        let mut x = memory.take_f32(self.x);
+        let (gathered, shared) = (memory.f32(self.gathered), memory.f32(self.shared));
+        let of_rank = memory.plan_rows * hidden;
+        for (at, x) in x[..memory.rows_computed() * hidden].iter_mut().enumerate() {
+            let mut partials = [0.0; EXPERT_SHARDS];
+            for (rank, partial) in partials[..self.ranks].iter_mut().enumerate() {
+                *partial = gathered[rank * of_rank + at];
+            }
+            *x += tree(&partials[..self.ranks]) + shared[at];
+        }
+        memory.put_f32(self.x, x);
+        Ok(())
     }
 }

@@ -6,10 +6,13 @@
 //! Pad rows write expert id u32::MAX and weight 0. Adds the live rows' route counts to `step` words 5 and 6.
 
 use super::Operation;
+use super::rows::{gate_rows, norm_rows};
+use super::step;
 use crate::contract::GemmKind;
 use crate::cpu::{CpuMemory, OpError};
+use crate::math::route;
 use crate::shape::{Check, ShapeError};
-use crate::spec::{BufferId, DType, WeightId};
+use crate::spec::{BufferId, Cols, DType, WeightId};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TopkMethod {
@@ -105,7 +108,54 @@ impl Operation for MoeGate {
         check.distinct(&[self.h, self.x])
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let weights = memory.weights.clone();
+        let router = weights[self.router.0 as usize].gemm();
+        let norm = weights[self.norm.0 as usize].vector();
+        let (experts, top_k, hidden) = (self.routing.experts, self.routing.top_k, router.k);
+        let (rows, precision) = (memory.rows_computed(), memory.precision);
+        let mut scratch = std::mem::take(&mut memory.scratch);
+
+        let mut h = memory.take_f32(self.h);
+        norm_rows(memory, Cols { buffer: self.x, offset: 0, width: hidden }, norm, self.eps, 0..rows, &mut h);
+        let batch = scratch.batch.uniform(1, rows, |_, row| row * hidden);
+        let products = batch.multiply(router, &h, &mut scratch.products);
+
+        let mut ids = memory.take_u32(self.expert_id);
+        let mut expert_weights = memory.take_f32(self.expert_weight);
+        scratch.scores.resize(experts, 0.0);
+        let [mut local, mut remote] = [0, 0];
+        for row in 0..rows {
+            let ids = &mut ids[row * top_k..][..top_k];
+            let expert_weights = &mut expert_weights[row * top_k..][..top_k];
+            if memory.u32(self.live)[row] == 0 {
+                ids.fill(u32::MAX);
+                expert_weights.fill(0.0);
+                continue;
+            }
+            products.of(0, row).update(&mut scratch.scores, |_, y, _| y);
+            route::softmax(&mut scratch.scores);
+            route::choose(&self.routing, &mut scratch.scores, ids, expert_weights);
+            let owned = self.first_expert..self.first_expert + self.local_experts;
+            let here = ids.iter().filter(|&&id| owned.contains(&(id as usize))).count() as u32;
+            local += here;
+            remote += top_k as u32 - here;
+        }
+        memory.put_u32(self.expert_id, ids);
+        memory.put_f32(self.expert_weight, expert_weights);
+        let step = memory.u32_mut(self.step);
+        step[step::ROUTES_LOCAL] += local;
+        step[step::ROUTES_REMOTE] += remote;
+
+        if let Some(shared) = &self.shared {
+            let weight = weights[shared.weight.0 as usize].gemm();
+            let mut act = memory.take_f32(shared.act);
+            let products = scratch.batch.multiply(weight, &h, &mut scratch.more_products);
+            gate_rows(precision, weight.n / 2, &mut act, rows, |row| Some(products.of(0, row)));
+            memory.put_f32(shared.act, act);
+        }
+        memory.put_f32(self.h, h);
+        memory.scratch = scratch;
+        Ok(())
     }
 }

@@ -1,6 +1,7 @@
 //! moe_up: act[r, i, :] = silu(gate)·up of the row's i-th expert, rounded, for the experts that this rank owns.
 
 use super::Operation;
+use super::rows::{gate_rows, local_expert};
 use crate::contract::GemmKind;
 use crate::cpu::{CpuMemory, OpError};
 use crate::shape::{Check, ShapeError};
@@ -42,7 +43,25 @@ impl Operation for MoeUp {
         check.distinct(&[self.act, self.h])
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let weights = memory.weights.clone();
+        let weight = weights[self.weight.0 as usize].gemm();
+        let (hidden, inner) = (weight.k, weight.n / 2);
+        let mut scratch = std::mem::take(&mut memory.scratch);
+        let mut act = memory.take_f32(self.act);
+        let precision = memory.precision;
+        let lines = memory.rows_computed() * self.top_k;
+        let ids = memory.u32(self.expert_id);
+        let batch = scratch.batch.grouped(
+            self.local_experts,
+            lines,
+            |line| local_expert(ids[line], self.first_expert, self.local_experts),
+            |line| line / self.top_k * hidden,
+        );
+        let products = batch.multiply(weight, memory.f32(self.h), &mut scratch.products);
+        gate_rows(precision, inner, &mut act, lines, |line| products.of_line(line));
+        memory.put_f32(self.act, act);
+        memory.scratch = scratch;
+        Ok(())
     }
 }

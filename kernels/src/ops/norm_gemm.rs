@@ -3,6 +3,7 @@
 //! rms_norm: y = x · (1 / sqrt(mean(x²) + eps)) · weight, fp32, one rounding to bf16 (Zhang & Sennrich 2019).
 
 use super::Operation;
+use super::rows::norm_rows;
 use crate::contract::GemmKind;
 use crate::cpu::{CpuMemory, OpError};
 use crate::shape::{Check, ShapeError};
@@ -48,7 +49,26 @@ impl Operation for NormGemm {
         check.distinct(&[self.out, self.x.buffer])
     }
 
-    fn run(&self, _memory: &mut CpuMemory) -> Result<(), OpError> {
-        Err(OpError::NotBuilt(self.name()))
+    fn run(&self, memory: &mut CpuMemory) -> Result<(), OpError> {
+        let weights = memory.weights.clone();
+        let weight = weights[self.weight.0 as usize].gemm();
+        let norm = weights[self.norm.0 as usize].vector();
+        let bias = self.bias.map(|bias| weights[bias.0 as usize].vector());
+        let mut scratch = std::mem::take(&mut memory.scratch);
+        let mut out = memory.take_f32(self.out);
+        let rows = memory.rows_computed();
+        let inputs = scratch.inputs(rows * weight.k);
+        norm_rows(memory, self.x, norm, self.eps, 0..rows, inputs);
+        let batch = scratch.batch.uniform(1, rows, |_, row| row * weight.k);
+        let products = batch.multiply(weight, &scratch.inputs, &mut scratch.products);
+        for (row, out) in out.chunks_exact_mut(weight.n).take(rows).enumerate() {
+            match bias {
+                None => products.of(0, row).update(out, |_, y, _| y),
+                Some(bias) => products.of(0, row).update(out, |j, y, _| y + bias[j]),
+            }
+        }
+        memory.put_f32(self.out, out);
+        memory.scratch = scratch;
+        Ok(())
     }
 }
