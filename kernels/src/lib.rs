@@ -23,5 +23,19 @@ pub use spec::{
 
 /// CUDA sources by file name, in a fixed order: `common.cuh` first, which the host puts in front of each.
 pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
-    &[]
+    macro_rules! sources {
+        ($($file:literal),* $(,)?) => { &[$(($file, include_str!(concat!("../cuda/", $file)))),*] };
+    }
+    sources![
+        "common.cuh",
+        "norm.cuh",
+        "gemm.cuh",
+        "pack.cu",
+        "dummy.cu",
+        "norm.cu",
+        "norm_gemm.cu",
+        "gemm_add.cu",
+        "norm_gate_up.cu",
+        "head.cu",
+    ]
 }

@@ -12,6 +12,7 @@
 use crate::contract::{GemmKind, K_TILE, ROW_TILE};
 use crate::launch::{Arg, Kernel, Launch};
 use crate::spec::{TensorPart, WeightForm};
+use std::ops::Range;
 
 /// Elements of one packed tile.
 const TILE: usize = ROW_TILE * K_TILE;
@@ -86,26 +87,20 @@ pub fn pack_group(kind: GemmKind, n: usize, k: usize, source: &[u16]) -> Vec<u16
     packed
 }
 
-/// The launch that turns one group in the staging area (`Arg::Staging`, row-major bf16 as `Source::read` gives it) into its
-/// device form at `Arg::Packed`. None for computed forms (`rope_table` makes those).
-pub fn launch(form: &WeightForm) -> Option<Launch> {
-    let (function, defines, items) = match form {
-        WeightForm::Gemm { kind, n, k, .. } => {
-            let tiles = n.div_ceil(ROW_TILE) * k.div_ceil(K_TILE);
-            let defines =
-                vec![("N", n.to_string()), ("K", k.to_string()), ("GATE_UP", u32::from(is_gate_up(*kind)).to_string())];
-            ("pack_gemm", defines, tiles * 32)
-        }
-        WeightForm::Vector { n } => {
-            ("pack_vector", vec![("N", n.to_string()), ("K", "1".into()), ("GATE_UP", "0".into())], *n)
-        }
-        WeightForm::Table { rows, cols } => {
-            let defines = vec![("N", rows.to_string()), ("K", cols.to_string()), ("GATE_UP", "0".into())];
-            ("pack_table", defines, (rows * cols).div_ceil(8))
-        }
+/// The launch that turns rows `rows` of one group (`Arg::Staging`, row-major bf16 as `Source::read_rows` gives them) into
+/// their place in the group's device form (`Arg::Packed`: where the group starts). None for computed forms (`rope_table`
+/// makes those). The rows of a group may come in any order; a range that ends at the last row also writes the padding.
+pub fn launch(form: &WeightForm, rows: Range<usize>) -> Option<Launch> {
+    let (function, n, k, gate_up) = match form {
+        WeightForm::Gemm { kind, n, k, .. } => ("pack_gemm", *n, *k, is_gate_up(*kind)),
+        WeightForm::Vector { n } => ("pack_vector", *n, 1, false),
+        WeightForm::Table { rows, cols } => ("pack_table", *rows, *cols, false),
         WeightForm::Rope(_) => return None,
     };
-    Some(plain("pack.cu", function, defines, items, vec![Arg::Packed, Arg::Staging]))
+    let defines =
+        vec![("WEIGHT_N", n.to_string()), ("WEIGHT_K", k.to_string()), ("GATE_UP", u32::from(gate_up).to_string())];
+    let args = vec![Arg::Packed, Arg::Staging, Arg::U32(rows.start as u32), Arg::U32(rows.len() as u32)];
+    Some(plain("pack.cu", function, defines, (rows.len() * k).div_ceil(4), args))
 }
 
 /// The launch that fills one part of a dummy matrix in the staging area of its group (`[n, k]`, row-major) with

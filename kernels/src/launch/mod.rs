@@ -4,6 +4,9 @@
 //! launch holds no address and nothing that changes from step to step: it follows from the op, the step shape and the GPU
 //! alone. Who computes a value may differ between two launches of an op; the bits may not.
 
+mod constants;
+mod gemm;
+
 use crate::spec::{BufferId, WeightId};
 use crate::{Op, Specs};
 
@@ -43,19 +46,24 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// The whole translation unit: the defines, the contract's constants, `common.cuh`, the headers and the source. Two
-    /// kernels with equal units share one module. Needs no `-D` and no include path.
+    /// The whole translation unit: the contract's constants, `common.cuh` and the other headers, the defines, the source.
+    /// Two kernels with equal units share one module. Needs no `-D` and no include path. The defines come after the
+    /// headers, so that no name of a header can meet one.
     pub fn unit(&self) -> String {
-        let mut text = String::new();
+        let mut text = constants::defines();
+        let mut source = String::new();
+        for (name, content) in crate::cuda_sources() {
+            let lines = format!("#line 1 \"{name}\"\n{content}\n");
+            if name.ends_with(".cuh") {
+                text.push_str(&lines);
+            } else if *name == self.source {
+                source = lines;
+            }
+        }
         for (name, value) in &self.defines {
             text.push_str(&format!("#define {name} {value}\n"));
         }
-        text.push_str(&contract_defines());
-        for (name, source) in crate::cuda_sources() {
-            if name.ends_with(".cuh") || *name == self.source {
-                text.push_str(&format!("#line 1 \"{name}\"\n{source}\n"));
-            }
-        }
+        text.push_str(&source);
         text
     }
 }
@@ -113,15 +121,42 @@ pub enum LaunchError {
     NoKernel { op: &'static str },
 }
 
-impl Op {
-    /// The op's launches in order: one graph node, or a short chain of them at large R.
-    pub fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
-        let _ = (specs, gpu);
-        Err(LaunchError::NoKernel { op: "op" })
+impl Launch {
+    /// The fields that most launches leave alone.
+    fn plain() -> Launch {
+        Launch {
+            kernel: Kernel { source: "", function: "", defines: Vec::new() },
+            grid: [1, 1, 1],
+            block: 32,
+            cluster: 1,
+            shared_bytes: 0,
+            workspace_bytes: 0,
+            counters: 0,
+            args: Vec::new(),
+            pdl: true,
+        }
     }
 }
 
-/// The contract's constants and the entry layout as `#define` lines.
-fn contract_defines() -> String {
-    String::new()
+impl GpuFacts {
+    fn require_shared(&self, op: &'static str, need: usize) -> Result<(), LaunchError> {
+        if need <= self.shared_max { Ok(()) } else { Err(LaunchError::Shared { op, need, have: self.shared_max }) }
+    }
+}
+
+fn define(name: &'static str, value: usize) -> (&'static str, String) {
+    (name, value.to_string())
+}
+
+impl Op {
+    /// The op's launches in order: one graph node, or a short chain of them at large R.
+    pub fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
+        match self {
+            Op::NormGemm(op) => op.launches(specs, gpu),
+            Op::GemmAdd(op) => op.launches(specs, gpu),
+            Op::NormGateUp(op) => op.launches(specs, gpu),
+            Op::Head(op) => op.launches(specs, gpu),
+            _ => Err(LaunchError::NoKernel { op: self.name() }),
+        }
+    }
 }

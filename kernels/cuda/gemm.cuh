@@ -1,0 +1,262 @@
+/* gemm: the one recipe for W · x (kernels/src/contract.rs). Weights are the A operand of mma.m16n8k16, tokens its 8 columns; a slice
+ * of K is one accumulator chain, k tiles ascending; slices meet in the balanced tree. A column's bits do not depend on its index
+ * or on the other columns, so every grouping of rows and tokens below gives the same bits.
+ *
+ * Packed weights are [row tile][k tile][lane][8 bf16] (kernels/src/pack.rs). Inside a pair of k tiles lane quad t owns k = 32·pair + 8t … + 7,
+ * so a pair of a token is one 16-byte load a lane. A last tile without partner gives quad t k = 4t … 4t + 3.
+ *
+ * Terms: g = lane / 4 is the token column whose activations a lane loads (and a row of the accumulator); t = lane % 4 its quad. */
+
+/* First k tile of slice `slice`. */
+DI int slice_begin(int slice, int slices, int k_tiles) { return slice * k_tiles / slices; }
+
+/* Activations of 8·TOKEN_TILES token columns in shared memory, row-major; dead columns are zero rows. STRIDE (elements) is 32 mod 64, so
+ * that the lanes of a 16-byte load fall into different banks. */
+template <int K_TILES, int STRIDE> struct SharedTokens {
+  const bf16* at; /* token g of the first tile */
+  int quad;
+  DI SharedTokens(const bf16* rows, int lane) : at(rows + lane / 4 * STRIDE), quad(lane % 4) {}
+  DI V4 pair(int tile, int pair) const {
+    const bf16* from = at + tile * 8 * STRIDE + pair * 32;
+    if (K_TILES % 2 == 1 && pair == K_TILES / 2) {
+      const V2 alone = *(const V2*)(from + 4 * quad);
+      return V4{alone.x, alone.y, 0, 0};
+    }
+    return *(const V4*)(from + 8 * quad);
+  }
+};
+
+/* Activations of consecutive rows in global memory; rows from `rows` on are zero. */
+template <int K_TILES, int STRIDE> struct GlobalTokens {
+  const bf16* at; /* row first + g */
+  int quad, live; /* live rows from row first + g on, in steps of 8 */
+  DI GlobalTokens(const bf16* x, int first, int rows, int lane)
+      : at(x + (u64)(first + lane / 4) * STRIDE), quad(lane % 4), live(rows - first - lane / 4) {}
+  DI V4 pair(int tile, int pair) const {
+    V4 v = {0, 0, 0, 0};
+    if (tile * 8 < live) {
+      const bf16* from = at + (u64)(tile * 8) * STRIDE + pair * 32;
+      if (K_TILES % 2 == 1 && pair == K_TILES / 2) {
+        const V2 alone = ld_act8(from + 4 * quad);
+        v.x = alone.x, v.y = alone.y;
+      } else {
+        v = ld_act16(from + 8 * quad);
+      }
+    }
+    return v;
+  }
+};
+
+/* Activations of rows named one by one. */
+template <int K_TILES, int TOKEN_TILES> struct GatheredTokens {
+  const bf16* x;
+  u32 offset[TOKEN_TILES]; /* of this lane's column, in elements; DEAD columns are zero */
+  int quad;
+  static constexpr u32 DEAD = 0xffffffffu;
+  DI V4 pair(int tile, int pair) const {
+    V4 v = {0, 0, 0, 0};
+    if (offset[tile] != DEAD) {
+      const bf16* from = x + offset[tile] + pair * 32;
+      if (K_TILES % 2 == 1 && pair == K_TILES / 2) {
+        const V2 alone = ld_act8(from + 4 * quad);
+        v.x = alone.x, v.y = alone.y;
+      } else {
+        v = ld_act16(from + 8 * quad);
+      }
+    }
+    return v;
+  }
+};
+
+/* A chain in flight: DEPTH pairs of k tiles of ROWS row tiles in registers, each reloaded as soon as it is used. GUARDED handles slices
+ * that begin or end inside a pair, and lengths that DEPTH does not divide; without it there are no tests in the loop. */
+template <int ROWS, int TOKENS, int K_TILES, int DEPTH, bool GUARDED> struct Chain {
+  V4 ring[DEPTH][ROWS][2];
+  float sum[ROWS][TOKENS][4];
+
+  DI void load(int slot, const V4* weights, int pair, int first, int end) {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int k_tile = 2 * pair + half;
+        if (!GUARDED || (k_tile >= first && k_tile < end)) ring[slot][row][half] = ld_weight16(weights + ((u64)row * K_TILES + k_tile) * 32);
+      }
+  }
+  /* Asks for the first DEPTH pairs of tiles first … end − 1. `weights`: this lane's part of the first row tile. */
+  DI void start(const V4* weights, int first, int end) {
+    const int pair_first = first / 2, pair_end = (end + 1) / 2;
+#pragma unroll
+    for (int slot = 0; slot < DEPTH; slot++)
+      if (!GUARDED || pair_first + slot < pair_end) load(slot, weights, pair_first + slot, first, end);
+  }
+  /* Runs the chain over all tokens; asks for the first pairs of `next` (the same tiles of another row tile) on the way, unless it is null. */
+  template <class Tokens> DI void run(const V4* weights, int first, int end, const V4* next, const Tokens& tokens, int token_tiles) {
+    const int pair_first = first / 2, pair_end = (end + 1) / 2;
+#pragma unroll
+    for (int row = 0; row < ROWS; row++)
+#pragma unroll
+      for (int tile = 0; tile < TOKENS; tile++)
+#pragma unroll
+        for (int q = 0; q < 4; q++) sum[row][tile][q] = 0.0f;
+#pragma unroll 1
+    for (int base = pair_first; base < pair_end; base += DEPTH) {
+#pragma unroll
+      for (int slot = 0; slot < DEPTH; slot++) {
+        const int pair = base + slot;
+        if (GUARDED && pair >= pair_end) break;
+        V4 x[TOKENS];
+#pragma unroll
+        for (int tile = 0; tile < TOKENS; tile++)
+          if (tile < token_tiles) x[tile] = tokens.pair(tile, pair);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int k_tile = 2 * pair + half;
+          if (GUARDED && (k_tile < first || k_tile >= end)) continue;
+#pragma unroll
+          for (int tile = 0; tile < TOKENS; tile++)
+            if (tile < token_tiles)
+#pragma unroll
+              for (int row = 0; row < ROWS; row++)
+                mma(sum[row][tile], ring[slot][row][half], half ? x[tile].z : x[tile].x, half ? x[tile].w : x[tile].y);
+        }
+        if (pair + DEPTH < pair_end) {
+          load(slot, weights, pair + DEPTH, first, end);
+        } else if (!GUARDED && next) {
+          load(slot, next, pair + DEPTH - (pair_end - pair_first), first, end);
+        }
+      }
+    }
+    if (GUARDED && next) start(next, first, end);
+  }
+};
+
+/* DEPTH for chains of `pairs` pairs: the largest divisor of it that keeps ROWS · DEPTH at most `limit` (2 KB a lane-row in flight at 8). */
+DI constexpr int chain_depth(int pairs, int rows, int limit) {
+  for (int depth = limit / rows; depth > 1; depth--)
+    if (pairs % depth == 0) return depth;
+  return 1;
+}
+
+/* ---- Eight slices, one warp each: a block of 256 threads owns ROWS row tiles of TOKENS · 8 tokens. ---- */
+template <int K_TILES, int ROWS, int TOKENS> struct Sliced {
+  static constexpr int SLICES = 8;
+  static constexpr bool WHOLE = K_TILES % (2 * SLICES) == 0;
+  static constexpr int PAIRS = WHOLE ? K_TILES / (2 * SLICES) : ceil_div(K_TILES, 2 * SLICES) + 1;
+  static constexpr int LIMIT = TOKENS >= 8 ? 4 : TOKENS >= 4 ? 6 : PAIRS <= 10 ? 10 : 8;
+  static constexpr int DIVIDING = chain_depth(PAIRS, ROWS, LIMIT);
+  static constexpr bool GUARDED = !WHOLE || DIVIDING * ROWS < 3;
+  static constexpr int DEPTH = GUARDED ? (PAIRS < LIMIT / ROWS ? PAIRS : LIMIT / ROWS) : DIVIDING;
+  typedef Chain<ROWS, TOKENS, K_TILES, DEPTH, GUARDED> Work;
+  static constexpr int STRIDE = 20; /* floats of a token's 16 rows in `slices`: no bank conflicts at the store */
+  static constexpr int SHARED_FLOATS = SLICES * TOKENS * 8 * STRIDE;
+
+  /* Puts row tile `row` of every slice into shared memory; ends with a barrier. */
+  static DI void share(float* slices, const Work& work, int row, int warp, int lane) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int tile = 0; tile < TOKENS; tile++) {
+      float* to = slices + (warp * TOKENS * 8 + tile * 8 + 2 * t) * STRIDE + g;
+      to[0] = work.sum[row][tile][0];
+      to[STRIDE] = work.sum[row][tile][1];
+      to[8] = work.sum[row][tile][2];
+      to[STRIDE + 8] = work.sum[row][tile][3];
+    }
+    sync_block();
+  }
+  /* The tree over the slices of one token and one row of the tile. */
+  static DI float total(const float* slices, int token, int row) {
+    const float* s = slices + token * STRIDE + row;
+    constexpr int NEXT = TOKENS * 8 * STRIDE;
+    return ((s[0] + s[NEXT]) + (s[2 * NEXT] + s[3 * NEXT])) + ((s[4 * NEXT] + s[5 * NEXT]) + (s[6 * NEXT] + s[7 * NEXT]));
+  }
+};
+
+/* ---- One slice: a warp owns ROWS row tiles and the whole of K. ---- */
+template <int K_TILES, int ROWS, int TOKENS> struct Whole {
+  static constexpr int PAIRS = ceil_div(K_TILES, 2);
+  static constexpr int LIMIT = TOKENS >= 8 ? 4 : 8;
+  static constexpr int DIVIDING = chain_depth(PAIRS, ROWS, PAIRS == 44 ? 11 : PAIRS % 10 == 0 && TOKENS <= 2 ? 10 : LIMIT);
+  static constexpr bool GUARDED = K_TILES % 2 == 1 || (DIVIDING < PAIRS && DIVIDING * ROWS < 3);
+  static constexpr int DEPTH = GUARDED ? (PAIRS < LIMIT / ROWS ? PAIRS : LIMIT / ROWS) : DIVIDING;
+  typedef Chain<ROWS, TOKENS, K_TILES, DEPTH, GUARDED> Work;
+};
+
+/* ---- One slice at many tokens: the block's warps share the activations, staged through shared memory by asynchronous copies. ----
+ * A stage holds 64 k of TOKENS · 8 rows as two sheets [row][32], so that the lanes of a 16-byte load fall into different banks. */
+template <int K_TILES, int ROWS, int TOKENS, int THREADS> struct Staged {
+  static_assert(K_TILES % 4 == 0, "a stage is four k tiles");
+  static constexpr int STAGES = 3, STEPS = K_TILES / 4;
+  static constexpr int SHEET = TOKENS * 8 * 32, STAGE = 2 * SHEET; /* elements */
+  static constexpr int SHARED_BYTES = STAGES * STAGE * 2;
+  static constexpr int COPIES = ceil_div(TOKENS * 8 * 8, THREADS);
+  V4 ring[2][ROWS][2]; /* the weights of one stage, pair by pair */
+  float sum[ROWS][TOKENS][4];
+
+  DI void load(int slot, const V4* weights, int pair) {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) ring[slot][row][half] = ld_weight16_shared(weights + ((u64)row * K_TILES + 2 * pair + half) * 32);
+  }
+  DI void start(const V4* weights) {
+    load(0, weights, 0);
+    load(1, weights, 1);
+  }
+  /* `row_of(i)`: row i of the block's tokens, or null for a dead column. Every thread of the block calls it; begins with a barrier. `active`: this
+   * warp has row tiles; `token_tiles` of TOKENS hold live tokens. */
+  template <class RowOf> DI void run(bf16* stages, const V4* weights, bool active, int token_tiles, const RowOf& row_of) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const bf16* from[COPIES];
+    int to[COPIES];
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) {
+      const int chunk = i * THREADS + (int)threadIdx.x, row = chunk / 8, part = chunk % 8;
+      from[i] = row < token_tiles * 8 ? row_of(row) : nullptr;
+      if (from[i]) from[i] += part * 8;
+      to[i] = row < token_tiles * 8 ? part / 4 * SHEET + row * 32 + part % 4 * 8 : -1;
+    }
+    auto fetch = [&](int step) {
+      bf16* stage = stages + step % STAGES * STAGE;
+#pragma unroll
+      for (int i = 0; i < COPIES; i++)
+        if (to[i] >= 0) copy_async16(stage + to[i], from[i] ? from[i] + step * 64 : (const bf16*)weights, from[i] ? 16 : 0);
+    };
+#pragma unroll
+    for (int row = 0; row < ROWS; row++)
+#pragma unroll
+      for (int tile = 0; tile < TOKENS; tile++)
+#pragma unroll
+        for (int q = 0; q < 4; q++) sum[row][tile][q] = 0.0f;
+    sync_block(); /* the stages of an earlier run are free */
+#pragma unroll
+    for (int step = 0; step < STAGES - 1; step++) {
+      if (step < STEPS) fetch(step);
+      copy_commit();
+    }
+#pragma unroll 1
+    for (int step = 0; step < STEPS; step++) {
+      copy_wait<STAGES - 2>();
+      sync_block();
+      if (step + STAGES - 1 < STEPS) fetch(step + STAGES - 1);
+      copy_commit();
+      if (active) {
+        const bf16* stage = stages + step % STAGES * STAGE + g * 32 + t * 8;
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+#pragma unroll
+          for (int tile = 0; tile < TOKENS; tile++)
+            if (tile < token_tiles) {
+              const V4 x = *(const V4*)(stage + pair * SHEET + tile * 8 * 32);
+#pragma unroll
+              for (int row = 0; row < ROWS; row++) mma(sum[row][tile], ring[pair][row][0], x.x, x.y);
+#pragma unroll
+              for (int row = 0; row < ROWS; row++) mma(sum[row][tile], ring[pair][row][1], x.z, x.w);
+            }
+          if (step + 1 < STEPS) load(pair, weights, 2 * step + 2 + pair);
+        }
+      }
+    }
+    copy_wait<0>();
+  }
+};

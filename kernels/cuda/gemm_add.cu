@@ -1,0 +1,43 @@
+/* gemm_add: x[r, :] += W · input[r, :] (+ bias)
+ * Buffers   x [R, WEIGHT_N] f32, updated in place · input [R, WEIGHT_K] bf16 · weight packed [WEIGHT_N, WEIGHT_K] · bias [WEIGHT_N] f32
+ * Launch    grid (row tiles / ROW_TILES, token tiles / TOKEN_TILES), block 256: warp = K slice
+ * Numerics  eight slices and their tree (gemm.cuh); x + (sum + bias) in fp32; every element has one owner
+ * Pad rows  computed like any row                    Capture   no allocation, sync or readback
+ * Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; no spills
+ * Reference kernels/src/ops/gemm_add.rs */
+static_assert(WEIGHT_K % 16 == 0, "K must be whole tiles");
+static_assert(SLICES == 8, "this kernel is written for eight slices, one a warp");
+
+constexpr int K_TILES = WEIGHT_K / 16;
+typedef Sliced<K_TILES, ROW_TILES, TOKEN_TILES> Tile;
+
+KERNEL void __launch_bounds__(256, BLOCKS_PER_SM) gemm_add(float* x, const bf16* input, const V4* weight, const float* bias, u32 rows) {
+  DYNAMIC_SHARED;
+  float* slices = (float*)dynamic_shared;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row_tile = blockIdx.x * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
+  const int first = slice_begin(warp, SLICES, K_TILES), end = slice_begin(warp + 1, SLICES, K_TILES);
+  const V4* mine = weight + (u64)row_tile * K_TILES * 32 + lane;
+
+  Tile::Work work;
+  work.start(mine, first, end);
+  wait_for_predecessor(rows);
+  let_successor_start();
+  const GlobalTokens<K_TILES, WEIGHT_K> tokens(input, token, rows, lane);
+  work.run(mine, first, end, nullptr, tokens, TOKEN_TILES);
+
+#pragma unroll
+  for (int row = 0; row < ROW_TILES; row++) {
+    if (row) sync_block();
+    Tile::share(slices, work, row, warp, lane);
+    for (int i = threadIdx.x; i < TOKEN_TILES * 8 * 16; i += 256) {
+      const int column = (row_tile + row) * 16 + i % 16, r = token + i / 16;
+      if (r < (int)rows && column < WEIGHT_N) {
+        float value = Tile::total(slices, i / 16, i % 16);
+        if (HAS_BIAS) value = value + ld_weight_f32(bias + column);
+        float* at = x + (u64)r * WEIGHT_N + column;
+        st_f32(at, ld_act_f32(at) + value);
+      }
+    }
+  }
+}

@@ -1,0 +1,363 @@
+//! Geometry of the dense GEMM ops: how rows of weights and tokens are grouped at each R. No choice here changes a bit.
+//!
+//! Weights with eight slices give each slice a warp; weights with one give each row tile a warp. Small steps normalise their
+//! rows in every block (one launch); larger ones make the norm apart.
+
+use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, define};
+use crate::contract::{self, GemmKind, K_TILE, ROW_TILE};
+use crate::ops::{GemmAdd, Head, NormGateUp, NormGemm};
+use crate::spec::{BufferId, Cols, WeightForm, WeightId};
+use crate::{Specs, pack};
+
+/// Threads of a GEMM block: eight warps.
+const BLOCK: u32 = 256;
+/// Most rows whose norm every block repeats.
+const FUSED_ROWS_MAX: usize = 16;
+/// Most rows whose activations a block of the one-slice form keeps in shared memory.
+const RESIDENT_ROWS_MAX: usize = 32;
+/// Shared memory that a resident block may take: what is left still runs the successor's prologue on small steps.
+const RESIDENT_BYTES_MAX: usize = 200 * 1024;
+
+/// A GEMM weight's form, checked for what every kernel needs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    pub kind: GemmKind,
+    pub groups: usize,
+    pub n: usize,
+    pub k: usize,
+    pub slices: usize,
+}
+
+impl Shape {
+    pub fn of(op: &'static str, specs: &dyn Specs, weight: WeightId) -> Result<Shape, LaunchError> {
+        let WeightForm::Gemm { kind, groups, n, k } = specs.weight(weight).form else {
+            return Err(LaunchError::NoKernel { op });
+        };
+        let shape = |what, got, need: &str| Err(LaunchError::Shape { op, what, got, need: need.into() });
+        if !k.is_multiple_of(K_TILE) {
+            return shape("the inner width of a weight", k, "a multiple of 16");
+        }
+        if pack::is_gate_up(kind) && !n.is_multiple_of(ROW_TILE) {
+            return shape("gate and up rows together", n, "a multiple of 16");
+        }
+        Ok(Shape { kind, groups, n, k, slices: contract::slices(kind, n, k) })
+    }
+    pub fn row_tiles(&self) -> usize {
+        self.n.div_ceil(ROW_TILE)
+    }
+    pub fn k_tiles(&self) -> usize {
+        self.k / K_TILE
+    }
+    /// Elements between token rows in shared memory: 32 mod 64, so that 16-byte loads meet no bank conflict.
+    pub fn shared_stride(&self) -> usize {
+        self.k.next_multiple_of(64) + 32
+    }
+    pub fn require_slices(&self, op: &'static str, allowed: &[usize]) -> Result<(), LaunchError> {
+        if allowed.contains(&self.slices) {
+            return Ok(());
+        }
+        Err(LaunchError::Shape { op, what: "the number of K slices", got: self.slices, need: format!("{allowed:?}") })
+    }
+    pub fn defines(&self) -> Vec<(&'static str, String)> {
+        vec![define("WEIGHT_N", self.n), define("WEIGHT_K", self.k), define("SLICES", self.slices)]
+    }
+}
+
+/// Row tiles and token tiles of one block or warp.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tiling {
+    pub row_tiles: usize,
+    pub token_tiles: usize,
+    pub blocks_per_sm: usize,
+}
+
+impl Tiling {
+    /// For eight slices: one row tile a block while weights are all the traffic, more as activations are.
+    pub fn sliced(rows: usize, row_tiles: usize) -> Tiling {
+        let tokens = rows.div_ceil(8);
+        let (wanted_rows, token_tiles) = match tokens {
+            1 => (1, 1),
+            2 => (1, 2),
+            3 | 4 => (2, 4),
+            5..=8 => (2, 4),
+            9..=16 => (2, 8),
+            _ => (4, 8),
+        };
+        let row_tiles = (1..=wanted_rows).rev().find(|rows| row_tiles.is_multiple_of(*rows)).unwrap_or(1);
+        Tiling { row_tiles, token_tiles, blocks_per_sm: if row_tiles * token_tiles > 8 { 1 } else { 2 } }
+    }
+    pub fn defines(&self) -> [(&'static str, String); 3] {
+        [
+            define("ROW_TILES", self.row_tiles),
+            define("TOKEN_TILES", self.token_tiles),
+            define("BLOCKS_PER_SM", self.blocks_per_sm),
+        ]
+    }
+    fn token_groups(&self, rows: usize) -> u32 {
+        rows.div_ceil(self.token_tiles * 8) as u32
+    }
+    /// Bytes in which a block's slices meet (`gemm.cuh`, `Sliced::SHARED_FLOATS`).
+    pub fn slice_bytes(&self) -> usize {
+        8 * self.token_tiles * 8 * 20 * 4
+    }
+}
+
+/// The norm as a launch of its own, into the workspace or a buffer.
+pub(super) struct NormApart {
+    pub h: Arg,
+    pub x: Cols,
+    pub x_stride: usize,
+    pub norm: WeightId,
+    pub eps: f32,
+    pub rows: usize,
+    pub row_of: Option<BufferId>,
+}
+
+impl NormApart {
+    pub fn launch(&self) -> Launch {
+        let defines = vec![
+            define("NORM_K", self.x.width),
+            define("X_STRIDE", self.x_stride),
+            define("X_OFFSET", self.x.offset),
+            define_bits("EPS_BITS", self.eps),
+        ];
+        let mut args = vec![self.h, Arg::Buffer(self.x.buffer), Arg::Weight(self.norm), Arg::U32(self.rows as u32)];
+        args.extend(self.row_of.map(Arg::Buffer));
+        let function = if self.row_of.is_some() { "norm_logit_rows" } else { "norm_rows" };
+        Launch {
+            kernel: Kernel { source: "norm.cu", function, defines },
+            grid: [self.rows.div_ceil(8) as u32, 1, 1],
+            block: BLOCK,
+            workspace_bytes: if self.h == Arg::Workspace { self.rows * self.x.width * 2 } else { 0 },
+            args,
+            ..Launch::plain()
+        }
+    }
+}
+
+pub(super) fn define_bits(name: &'static str, value: f32) -> (&'static str, String) {
+    (name, format!("0x{:08x}u", value.to_bits()))
+}
+
+/// Elements between rows of a 2-D buffer.
+pub(super) fn stride(specs: &dyn Specs, buffer: BufferId) -> usize {
+    specs.buffer(buffer).shape.iter().skip(1).product()
+}
+
+fn flag(name: &'static str, value: bool) -> (&'static str, String) {
+    define(name, usize::from(value))
+}
+
+impl NormGemm {
+    pub(super) fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
+        let op = "norm_gemm";
+        let shape = Shape::of(op, specs, self.weight)?;
+        shape.require_slices(op, &[8])?;
+        let (rows, x_stride) = (specs.rows(), stride(specs, self.x.buffer));
+        let tiling = Tiling::sliced(rows, shape.row_tiles());
+        let fused = rows <= FUSED_ROWS_MAX;
+        let row_bytes = if fused { tiling.token_tiles * 8 * shape.shared_stride() * 2 } else { 0 };
+        let shared_bytes = tiling.slice_bytes() + row_bytes;
+        gpu.require_shared(op, shared_bytes)?;
+        let mut defines = shape.defines();
+        defines.extend(tiling.defines());
+        defines.extend([flag("FUSED", fused), flag("HAS_BIAS", self.bias.is_some())]);
+        let (x_stride_define, x_offset) = if fused { (x_stride, self.x.offset) } else { (shape.k, 0) };
+        defines.extend([define("X_STRIDE", x_stride_define), define("X_OFFSET", x_offset)]);
+        defines.push(define_bits("EPS_BITS", self.eps));
+        let h = Arg::Workspace;
+        let gemm = Launch {
+            kernel: Kernel { source: "norm_gemm.cu", function: "norm_gemm", defines },
+            grid: [(shape.row_tiles() / tiling.row_tiles) as u32, tiling.token_groups(rows), 1],
+            block: BLOCK,
+            shared_bytes: shared_bytes as u32,
+            workspace_bytes: if fused { 0 } else { rows * shape.k * 2 },
+            args: vec![
+                Arg::Buffer(self.out),
+                if fused { Arg::Buffer(self.x.buffer) } else { h },
+                Arg::Weight(self.weight),
+                Arg::Weight(self.norm),
+                Arg::Weight(self.bias.unwrap_or(self.norm)),
+                Arg::U32(rows as u32),
+            ],
+            ..Launch::plain()
+        };
+        if fused {
+            return Ok(vec![gemm]);
+        }
+        let norm = NormApart { h, x: self.x, x_stride, norm: self.norm, eps: self.eps, rows, row_of: None };
+        Ok(vec![norm.launch(), gemm])
+    }
+}
+
+impl GemmAdd {
+    pub(super) fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
+        let op = "gemm_add";
+        let shape = Shape::of(op, specs, self.weight)?;
+        shape.require_slices(op, &[8])?;
+        let rows = specs.rows();
+        let tiling = Tiling::sliced(rows, shape.row_tiles());
+        gpu.require_shared(op, tiling.slice_bytes())?;
+        let mut defines = shape.defines();
+        defines.extend(tiling.defines());
+        defines.push(flag("HAS_BIAS", self.bias.is_some()));
+        Ok(vec![Launch {
+            kernel: Kernel { source: "gemm_add.cu", function: "gemm_add", defines },
+            grid: [(shape.row_tiles() / tiling.row_tiles) as u32, tiling.token_groups(rows), 1],
+            block: BLOCK,
+            shared_bytes: tiling.slice_bytes() as u32,
+            args: vec![
+                Arg::Buffer(self.x),
+                Arg::Buffer(self.input),
+                Arg::Weight(self.weight),
+                Arg::Weight(self.bias.unwrap_or(self.weight)),
+                Arg::U32(rows as u32),
+            ],
+            ..Launch::plain()
+        }])
+    }
+}
+
+/// How a weight with one slice meets its tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum WholeForm {
+    /// Tokens of a group stay in shared memory, a warp walks row tiles.
+    Resident { tiling: Tiling, bytes: usize },
+    /// Tokens are staged; the norm is apart.
+    Staged { tiling: Tiling, bytes: usize },
+}
+
+impl WholeForm {
+    pub fn choose(shape: &Shape, rows: usize) -> WholeForm {
+        let resident = |token_tiles: usize| {
+            let bytes = 128 + token_tiles * 8 * shape.shared_stride() * 2;
+            let blocks_per_sm = if bytes <= 110 * 1024 { 2 } else { 1 };
+            (Tiling { row_tiles: 1, token_tiles, blocks_per_sm }, bytes)
+        };
+        let token_tiles = rows.div_ceil(8).next_power_of_two().min(RESIDENT_ROWS_MAX / 8);
+        let (tiling, bytes) = resident(token_tiles);
+        let stageable = shape.k_tiles().is_multiple_of(4);
+        if bytes <= RESIDENT_BYTES_MAX && (rows <= RESIDENT_ROWS_MAX || !stageable) {
+            return WholeForm::Resident { tiling, bytes };
+        }
+        if !stageable {
+            let (tiling, bytes) = resident(1);
+            return WholeForm::Resident { tiling, bytes };
+        }
+        let row_tiles = if shape.row_tiles().is_multiple_of(2) { 2 } else { 1 };
+        let tiling = Tiling { row_tiles, token_tiles: rows.div_ceil(8).clamp(4, 16), blocks_per_sm: 1 };
+        WholeForm::Staged { tiling, bytes: staged_bytes(tiling.token_tiles) }
+    }
+}
+
+/// `gemm.cuh`, `Staged::SHARED_BYTES`.
+pub(super) fn staged_bytes(token_tiles: usize) -> usize {
+    3 * 2 * token_tiles * 8 * 32 * 2
+}
+
+/// What the one-slice GEMMs of a norm share.
+struct NormedWhole {
+    op: &'static str,
+    source: &'static str,
+    shape: Shape,
+    rows: usize,
+    x: BufferId,
+    norm: WeightId,
+    eps: f32,
+    row_of: Option<BufferId>,
+}
+
+impl NormedWhole {
+    /// `args` makes the arguments from that of the activations.
+    fn launches(&self, gpu: &GpuFacts, args: impl Fn(Arg) -> Vec<Arg>) -> Result<Vec<Launch>, LaunchError> {
+        let NormedWhole { op, source, shape, rows, x, norm, eps, row_of } = *self;
+        let form = WholeForm::choose(&shape, rows);
+        let (tiling, bytes, staged) = match form {
+            WholeForm::Resident { tiling, bytes } => (tiling, bytes, false),
+            WholeForm::Staged { tiling, bytes } => (tiling, bytes, true),
+        };
+        gpu.require_shared(op, bytes)?;
+        let mut defines = shape.defines();
+        defines.extend(tiling.defines());
+        defines.extend([flag("STAGED", staged), flag("FUSED", !staged), define_bits("EPS_BITS", eps)]);
+        let per_block = 8 * tiling.row_tiles;
+        let blocks = shape.row_tiles().div_ceil(per_block);
+        let grid_x = if staged { blocks } else { blocks.min(gpu.sm_count * tiling.blocks_per_sm) };
+        let h = Arg::Workspace;
+        let gemm = Launch {
+            kernel: Kernel { source, function: op, defines },
+            grid: [grid_x as u32, tiling.token_groups(rows), 1],
+            block: BLOCK,
+            shared_bytes: bytes as u32,
+            workspace_bytes: if staged { rows * shape.k * 2 } else { 0 },
+            args: args(if staged { h } else { Arg::Buffer(x) }),
+            ..Launch::plain()
+        };
+        if !staged {
+            return Ok(vec![gemm]);
+        }
+        let x = Cols { buffer: x, offset: 0, width: shape.k };
+        Ok(vec![NormApart { h, x, x_stride: shape.k, norm, eps, rows, row_of }.launch(), gemm])
+    }
+}
+
+impl NormGateUp {
+    pub(super) fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
+        let op = "norm_gate_up";
+        let shape = Shape::of(op, specs, self.weight)?;
+        shape.require_slices(op, &[1, 8])?;
+        let rows = specs.rows();
+        let args = |x: Arg| {
+            vec![Arg::Buffer(self.out), x, Arg::Weight(self.weight), Arg::Weight(self.norm), Arg::U32(rows as u32)]
+        };
+        if shape.slices == 1 {
+            let (x, norm, eps) = (self.x, self.norm, self.eps);
+            return NormedWhole { op, source: "norm_gate_up.cu", shape, rows, x, norm, eps, row_of: None }
+                .launches(gpu, args);
+        }
+        let tiling = Tiling::sliced(rows, shape.row_tiles());
+        let fused = rows <= FUSED_ROWS_MAX;
+        let row_bytes = if fused { tiling.token_tiles * 8 * shape.shared_stride() * 2 } else { 0 };
+        let shared_bytes = tiling.slice_bytes() + row_bytes;
+        gpu.require_shared(op, shared_bytes)?;
+        let mut defines = shape.defines();
+        defines.extend(tiling.defines());
+        defines.extend([flag("STAGED", false), flag("FUSED", fused), define_bits("EPS_BITS", self.eps)]);
+        let h = Arg::Workspace;
+        let gemm = Launch {
+            kernel: Kernel { source: "norm_gate_up.cu", function: op, defines },
+            grid: [(shape.row_tiles() / tiling.row_tiles) as u32, tiling.token_groups(rows), 1],
+            block: BLOCK,
+            shared_bytes: shared_bytes as u32,
+            workspace_bytes: if fused { 0 } else { rows * shape.k * 2 },
+            args: args(if fused { Arg::Buffer(self.x) } else { h }),
+            ..Launch::plain()
+        };
+        if fused {
+            return Ok(vec![gemm]);
+        }
+        let x = Cols { buffer: self.x, offset: 0, width: shape.k };
+        let norm = NormApart { h, x, x_stride: shape.k, norm: self.norm, eps: self.eps, rows, row_of: None };
+        Ok(vec![norm.launch(), gemm])
+    }
+}
+
+impl Head {
+    pub(super) fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
+        let op = "head";
+        let shape = Shape::of(op, specs, self.weight)?;
+        shape.require_slices(op, &[1])?;
+        let rows = specs.logit_rows();
+        let (x, norm, eps, row_of) = (self.x, self.norm, self.eps, Some(self.logit_row));
+        NormedWhole { op, source: "head.cu", shape, rows, x, norm, eps, row_of }.launches(gpu, |x| {
+            vec![
+                Arg::Buffer(self.logits),
+                x,
+                Arg::Weight(self.weight),
+                Arg::Weight(self.norm),
+                Arg::Buffer(self.logit_row),
+                Arg::U32(rows as u32),
+            ]
+        })
+    }
+}
