@@ -63,7 +63,7 @@ impl Weights {
 
 /// The launches that pack and make weights, for compilation beforehand.
 pub(super) fn launches(specs: &[WeightSpec], source: &dyn Source) -> Vec<Launch> {
-    let packs = specs.iter().filter_map(|spec| pack::launch(&spec.form));
+    let packs = specs.iter().filter_map(|spec| pack::launch(&spec.form, 0..group_extents(&spec.form).0));
     let parts = source.dummy().into_iter().flat_map(|_| specs.iter().filter(|spec| is_matrix(&spec.form)));
     let dummies =
         parts.filter_map(|spec| Some(pack::dummy_launch(spec.parts.first()?, 0, group_extents(&spec.form).1)));
@@ -228,7 +228,8 @@ impl Upload<'_> {
 
     /// Packs the group that is whole in the staging area.
     fn pack(&self, weight: usize, group: usize) -> Result<(), CudaError> {
-        let launch = pack::launch(&self.specs[weight].form).expect("computed forms are not staged");
+        let form = &self.specs[weight].form;
+        let launch = pack::launch(form, 0..group_extents(form).0).expect("computed forms are not staged");
         self.run(weight, group, &launch)
     }
 

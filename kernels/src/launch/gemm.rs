@@ -20,6 +20,7 @@ const RESIDENT_BYTES_MAX: usize = 200 * 1024;
 
 /// A GEMM weight's form, checked for what every kernel needs.
 #[derive(Clone, Copy, Debug)]
+#[allow(dead_code)]
 pub(super) struct Shape {
     pub kind: GemmKind,
     pub groups: usize,
