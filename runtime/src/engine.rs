@@ -1,52 +1,234 @@
 //! The engine: one thread that owns slots, pages, queues and, with one device, the device.
+//!
+//! Others send it values through `EngineHandle`. **Invariant:** it waits for nothing but the device, or for a command when there is nothing to
+//! do; whatever ends it, every open stream hears so first.
 
+mod edge;
 mod handle;
+mod start;
 
 pub use handle::{EngineFailure, EngineHandle, NotAccepting, SubmitError};
+pub use start::{EngineOptions, StartError, start, start_with};
 
-use crate::checkpoint::Checkpoint;
-use crate::config::Config;
-use crate::trace::{Observer, TraceContext};
-use slotgraph_graphs::step::StepLimits;
+pub(crate) use edge::panic_text;
+
+use crate::clock::Clock;
+use crate::faults::{EngineFault, STALL};
+use crate::load::Load;
+use crate::request::Command;
+use crate::scheduler::{Scheduler, Swept};
+use slotgraph_graphs::cuda::nvtx;
+use slotgraph_graphs::device::{Device, DeviceError};
+use slotgraph_graphs::step::{StepInput, StepOutput};
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::time::{Duration, Instant};
 
-/// What the engine needs to know, resolved.
-#[derive(Clone, Debug)]
-pub struct EngineOptions {
-    pub limits: StepLimits,
-    /// Choices that may wait beyond those that hold a slot.
-    pub max_queue: usize,
-    /// Generated tokens that admission reserves pages for.
-    pub reserve_tokens: usize,
-    /// Keep the gap between a stream's tokens under this by fewer prefill rows a step.
-    pub itl_target: Option<Duration>,
-    /// Most time that start-up may take.
-    pub init_timeout: Duration,
-    /// Named faults (`--fault`).
-    pub faults: Vec<String>,
-    pub trace: TraceContext,
+/// Longest pause between two heartbeats of an idle engine.
+const PARK: Duration = Duration::from_millis(500);
+/// Pause when something is live but nothing can be done for it.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// What a turn came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// A step was enqueued or settled.
+    Worked,
+    /// Something is live, but no step could be made of it.
+    Stuck,
+    /// Nothing is live and nothing is in flight.
+    Idle,
 }
 
-/// Why the engine did not start.
-#[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    /// Exit 2.
-    #[error("{0}")]
-    Config(String),
-    /// A rank failed in a phase of its start-up.
-    #[error("rank {rank} failed in phase {phase}: {reason}")]
-    Rank { rank: usize, phase: String, reason: String },
-    #[error("start-up took longer than {limit:?}: {waiting}")]
-    Timeout { limit: Duration, waiting: String },
+/// The loop's state.
+pub struct Engine<D: Device, C: Clock> {
+    scheduler: Scheduler,
+    commands: Receiver<Command>,
+    load: Arc<Load>,
+    clock: C,
+    fault: Option<EngineFault>,
+    leaked_at: Option<Instant>,
+    launch_ahead: usize,
+    leaving: bool,
+    swept: Vec<Swept>,
+    input: StepInput,
+    output: StepOutput,
+    device: D,
 }
 
-/// Makes the devices, the ranks and the engine thread; returns once every plan is prepared, or why that failed.
-pub fn start(
-    config: &Config,
-    checkpoint: &Checkpoint,
-    observer: Arc<dyn Observer>,
-) -> Result<EngineHandle, StartError> {
-    let _ = (checkpoint, observer);
-    Err(StartError::Config(format!("--device {:?}: the engine cannot start yet", config.device)))
+impl<D: Device, C: Clock> Engine<D, C> {
+    pub fn new(
+        scheduler: Scheduler,
+        device: D,
+        clock: C,
+        commands: Receiver<Command>,
+        load: Arc<Load>,
+        fault: Option<EngineFault>,
+        launch_ahead: usize,
+    ) -> Self {
+        Engine {
+            scheduler,
+            commands,
+            load,
+            clock,
+            fault,
+            leaked_at: None,
+            launch_ahead,
+            leaving: false,
+            swept: Vec::new(),
+            input: StepInput::default(),
+            output: StepOutput::default(),
+            device,
+        }
+    }
+
+    /// Turns until it was told to leave and nothing is live.
+    pub fn run(&mut self) -> Result<(), DeviceError> {
+        loop {
+            match self.turn()? {
+                Turn::Worked => {}
+                Turn::Stuck => self.park(PAUSE),
+                Turn::Idle if self.leaving => return Ok(()),
+                Turn::Idle => self.park(PARK),
+            }
+        }
+    }
+
+    /// One turn: drain commands → sweep → publish load → admit → fill → run → settle.
+    pub fn turn(&mut self) -> Result<Turn, DeviceError> {
+        self.drain_commands();
+        self.collect();
+        self.retire();
+        self.publish();
+        self.admit();
+        let ran = self.run_step()?;
+        let settled = self.settle(ran)?;
+        Ok(match (ran || settled, self.scheduler.is_idle()) {
+            (_, true) => Turn::Idle,
+            (true, false) => Turn::Worked,
+            (false, false) => Turn::Stuck,
+        })
+    }
+
+    pub fn drain_commands(&mut self) {
+        loop {
+            match self.commands.try_recv() {
+                Ok(command) => self.obey(command),
+                Err(TryRecvError::Empty) => return,
+                Err(TryRecvError::Disconnected) => {
+                    self.leaving = true;
+                    return;
+                }
+            }
+        }
+    }
+
+    fn obey(&mut self, command: Command) {
+        match command {
+            Command::Submit(group) => self.scheduler.submit(group, self.clock.now()),
+            Command::Drain { deadline } => self.scheduler.drain_at(deadline),
+            Command::Shutdown => self.leaving = true,
+            // Whoever asked may have gone.
+            Command::Inspect(reply) => drop(reply.send(self.scheduler.snapshot())),
+        }
+    }
+
+    /// The first half of the sweep: who is to leave.
+    pub fn collect(&mut self) {
+        let _range = nvtx::range("sweep");
+        self.scheduler.collect(&mut self.swept, self.clock.now());
+    }
+    /// The second half: they leave.
+    pub fn retire(&mut self) {
+        self.scheduler.retire(&self.swept, self.clock.now());
+    }
+    pub fn publish(&mut self) {
+        self.scheduler.publish(self.clock.now());
+    }
+    pub fn admit(&mut self) {
+        self.leak();
+        self.scheduler.admit(self.clock.now());
+    }
+
+    /// Fills the next step and enqueues it, if the ring has room and there is something to do.
+    pub fn run_step(&mut self) -> Result<bool, DeviceError> {
+        if self.device.in_flight() > self.launch_ahead {
+            return Ok(false);
+        }
+        let range = nvtx::range("fill");
+        let filled = self.scheduler.fill(&mut self.input, self.clock.now());
+        drop(range);
+        if filled {
+            self.misbehave()?;
+            self.device.enqueue(&self.input)?;
+        }
+        Ok(filled)
+    }
+
+    /// Settles the oldest step in flight: waits for it when nothing more could be enqueued, else only looks.
+    pub fn settle(&mut self, ran: bool) -> Result<bool, DeviceError> {
+        let nothing_better = !ran || self.device.in_flight() > self.launch_ahead;
+        let settled =
+            if nothing_better { self.device.wait(&mut self.output)? } else { self.device.poll(&mut self.output)? };
+        if settled {
+            let _range = nvtx::range("settle");
+            self.scheduler.settle(&mut self.output, self.clock.now())?;
+        }
+        Ok(settled)
+    }
+
+    /// Waits for a command, having published that there is nothing else to do.
+    fn park(&mut self, limit: Duration) {
+        self.publish();
+        match self.commands.recv_timeout(limit) {
+            Ok(command) => self.obey(command),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => self.leaving = true,
+        }
+    }
+
+    /// Tells every open stream that the engine has failed.
+    pub fn fail(&mut self, reason: &str) {
+        self.load.set_dead(reason);
+        let now = self.clock.now();
+        self.scheduler.fail(reason, now);
+        while let Ok(command) = self.commands.try_recv() {
+            if let Command::Submit(group) = command {
+                self.scheduler.submit(group, now);
+            }
+        }
+        self.scheduler.fail(reason, now);
+        self.scheduler.publish(now);
+    }
+
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+    pub fn device(&self) -> &D {
+        &self.device
+    }
+
+    /// Planted faults that strike before a step is enqueued.
+    fn misbehave(&self) -> Result<(), DeviceError> {
+        let due = self.input.step;
+        match self.fault {
+            Some(EngineFault::Panic { step }) if step == due => panic!("planted: engine panic at step {step}"),
+            Some(EngineFault::Error { step }) if step == due => {
+                return Err(DeviceError::Lost(format!("planted: engine error at step {step}")));
+            }
+            Some(EngineFault::Stall { step }) if step == due => std::thread::sleep(STALL),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// The planted leak.
+    fn leak(&mut self) {
+        let Some(EngineFault::PageLeak { every }) = self.fault else { return };
+        let now = self.clock.now();
+        let since = *self.leaked_at.get_or_insert(now);
+        if now.saturating_duration_since(since) >= every && self.scheduler.leak_page() {
+            self.leaked_at = Some(now);
+        }
+    }
 }

@@ -4,12 +4,19 @@
 #![forbid(unsafe_code)]
 
 pub mod checkpoint;
+pub mod clock;
 pub mod config;
 pub mod engine;
+pub mod faults;
 pub mod load;
+pub mod pages;
+pub mod policy;
+pub mod ranks;
 pub mod request;
 pub mod scheduler;
 pub mod sink;
+pub mod slots;
 pub mod startup;
 pub mod trace;
+pub mod watchdog;
 pub mod weights;

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use slotgraph_graphs::spec::SamplingSpec;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Takes what the engine has to say about a request's life. Called on the engine thread; must never block.
 pub trait Observer: Send + Sync {
@@ -50,6 +50,25 @@ pub struct TraceContext {
     pub contract_hash: String,
     /// Rollback switches, the transport, and armed faults, as the start-up record shows them.
     pub switches: BTreeMap<String, String>,
+}
+
+/// One reading of the wall clock, from which wall-clock stamps follow by monotonic durations.
+#[derive(Clone, Copy, Debug)]
+pub struct Epoch {
+    pub at: Instant,
+    pub unix: Duration,
+}
+
+impl Epoch {
+    /// Now, which the engine's clock calls `at`.
+    pub fn new(at: Instant) -> Self {
+        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Epoch { at, unix }
+    }
+    pub fn unix_s(&self, at: Instant) -> f64 {
+        let later = at.saturating_duration_since(self.at).as_secs_f64();
+        self.unix.as_secs_f64() + later - self.at.saturating_duration_since(at).as_secs_f64()
+    }
 }
 
 /// One ended choice. Field names of the engine that this one succeeds are kept.
@@ -106,6 +125,8 @@ pub struct TraceRecord {
     pub preemptions: u32,
     pub sampling: Arc<SamplingSpec>,
     pub seed: u64,
+    /// Sample index among its prompt's choices: part of the noise counter.
+    pub sample_index: u32,
     pub score_prompt: Option<u32>,
     /// Of the prompt's ids as u32 little-endian, hex.
     pub prompt_sha256: String,

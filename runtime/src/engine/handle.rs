@@ -4,11 +4,11 @@
 //! sized for as many groups, never fills and `submit` never waits.
 
 use crate::load::Load;
+use crate::ranks::RankStart;
 use crate::request::{Command, Group};
 use crate::scheduler::Snapshot;
-use slotgraph_graphs::device::DeviceFacts;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::mpsc::SyncSender;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -53,11 +53,19 @@ pub(crate) struct Shared {
     pub load: Arc<Load>,
     /// slots_max + max_queue.
     pub limit: usize,
-    pub facts: Vec<DeviceFacts>,
+    pub ranks: Vec<RankStart>,
     pub thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl EngineHandle {
+    /// A handle, and the end of its command channel that an `Engine` takes. At most `limit` choices are live at once.
+    pub fn connect(load: Arc<Load>, limit: usize, ranks: Vec<RankStart>) -> (EngineHandle, Receiver<Command>) {
+        // A group has at least one choice, so there are never more groups than places; and a few words besides.
+        let (commands, inbox) = sync_channel(limit + 16);
+        let shared = Arc::new(Shared { commands, load, limit, ranks, thread: Mutex::new(None) });
+        (EngineHandle { shared }, inbox)
+    }
+
     /// Hands a group to the engine, whole or not at all; never waits.
     pub fn submit(&self, group: Group) -> Result<(), SubmitError> {
         let Shared { commands, load, limit, .. } = &*self.shared;
@@ -115,9 +123,9 @@ impl EngineHandle {
     pub fn limit(&self) -> usize {
         self.shared.limit
     }
-    /// The devices, by rank.
-    pub fn facts(&self) -> &[DeviceFacts] {
-        &self.shared.facts
+    /// How each rank started, and its device.
+    pub fn ranks(&self) -> &[RankStart] {
+        &self.shared.ranks
     }
 
     /// The slot table as it is between two turns; None if the engine is gone.

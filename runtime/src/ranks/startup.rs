@@ -1,0 +1,171 @@
+//! How ranks start: in phases, together, within a time limit, each failure named.
+//!
+//! **Invariant:** no rank enters a phase before every rank has finished the one before it; once one has failed, every rank that waits or
+//! arrives fails too, and the first failure is the one reported.
+
+use crate::engine::{StartError, panic_text};
+use crate::startup::{PHASES, Phase, Phases};
+use slotgraph_graphs::device::{Device, DeviceFacts};
+use slotgraph_graphs::step::StepLimits;
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// Makes a rank's device on the thread that will use and drop it.
+pub type Factory = Box<dyn FnOnce(&Startup) -> Result<Prepared, PrepareError> + Send>;
+
+/// A device that is ready to run steps.
+pub struct Prepared {
+    pub device: Box<dyn Device>,
+    /// Its final limits: the pool's pages are known only once the weights are loaded. The same on every rank.
+    pub limits: StepLimits,
+}
+
+/// Why a device could not be made.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PrepareError {
+    /// A flag would help: exit 2.
+    #[error("{0}")]
+    Config(String),
+    #[error("{0}")]
+    Failed(String),
+}
+
+/// What a rank's start amounted to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RankStart {
+    pub rank: usize,
+    pub phases: Phases,
+    pub facts: DeviceFacts,
+}
+
+/// A rank's view of the common start.
+pub struct Startup {
+    pub rank: usize,
+    rendezvous: Arc<Rendezvous>,
+    clock: RefCell<(Phase, Instant, Phases)>,
+}
+
+impl Startup {
+    pub(crate) fn new(rank: usize, rendezvous: Arc<Rendezvous>) -> Self {
+        let clock = RefCell::new((Phase::Config, Instant::now(), Phases::default()));
+        Startup { rank, rendezvous, clock }
+    }
+    /// The start of the only rank.
+    pub(crate) fn alone(limit: Duration) -> Self {
+        Startup::new(0, Rendezvous::new(1, Instant::now() + limit))
+    }
+
+    /// This rank has finished what came before and enters `phase` together with all others.
+    pub fn enter(&self, phase: Phase) -> Result<(), PrepareError> {
+        self.mark(phase);
+        self.rendezvous.meet(self.rank, phase)?;
+        // Waiting for others is nobody's phase.
+        self.clock.borrow_mut().1 = Instant::now();
+        Ok(())
+    }
+    /// Adds time to a phase that this rank went through inside another.
+    pub fn add(&self, phase: Phase, spent: Duration) {
+        self.clock.borrow_mut().2.add(phase, spent);
+    }
+
+    /// Runs the factory; whatever goes wrong is named with rank and phase.
+    pub(crate) fn prepare(self, factory: Factory) -> Result<(Box<dyn Device>, StepLimits, RankStart), StartError> {
+        let made = catch_unwind(AssertUnwindSafe(|| factory(&self)));
+        let made = made.unwrap_or_else(|panic| Err(PrepareError::Failed(panic_text(&*panic))));
+        let phase = self.clock.borrow().0;
+        let made = made.and_then(|prepared| self.enter(Phase::Ready).map(|()| prepared));
+        match made {
+            Ok(Prepared { device, limits }) => {
+                let facts = device.facts();
+                let phases = self.clock.into_inner().2;
+                Ok((device, limits, RankStart { rank: self.rank, phases, facts }))
+            }
+            Err(error) => {
+                let error = match error {
+                    PrepareError::Config(reason) => StartError::Config(reason),
+                    PrepareError::Failed(reason) => StartError::failed(self.rank, name(phase), reason),
+                };
+                self.rendezvous.fail(&error);
+                Err(error)
+            }
+        }
+    }
+
+    fn mark(&self, next: Phase) {
+        let mut clock = self.clock.borrow_mut();
+        let (phase, since, phases) = &mut *clock;
+        phases.add(*phase, since.elapsed());
+        (*phase, *since) = (next, Instant::now());
+    }
+}
+
+/// Where ranks wait for each other.
+pub(crate) struct Rendezvous {
+    deadline: Instant,
+    state: Mutex<Meeting>,
+    changed: Condvar,
+}
+
+struct Meeting {
+    /// Phase each rank has arrived at, or none yet.
+    at: Vec<Option<Phase>>,
+    arrived: usize,
+    round: u64,
+    failed: Option<String>,
+}
+
+impl Rendezvous {
+    pub fn new(ranks: usize, deadline: Instant) -> Arc<Self> {
+        let state = Meeting { at: vec![None; ranks], arrived: 0, round: 0, failed: None };
+        Arc::new(Rendezvous { deadline, state: Mutex::new(state), changed: Condvar::new() })
+    }
+    pub fn time_left(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
+    }
+    /// Where each rank is.
+    pub fn describe(&self) -> String {
+        let state = self.state();
+        let place = |at: &Option<Phase>| at.map_or("its first phase", name);
+        let places = state.at.iter().enumerate().map(|(rank, at)| format!("rank {rank} is in {}", place(at)));
+        places.collect::<Vec<_>>().join(", ")
+    }
+
+    fn state(&self) -> MutexGuard<'_, Meeting> {
+        self.state.lock().expect("nothing panics while it holds the meeting")
+    }
+
+    fn meet(&self, rank: usize, phase: Phase) -> Result<(), PrepareError> {
+        let mut state = self.state();
+        state.at[rank] = Some(phase);
+        state.arrived += 1;
+        let round = state.round;
+        if state.arrived == state.at.len() {
+            (state.arrived, state.round) = (0, round + 1);
+            self.changed.notify_all();
+        }
+        while state.round == round && state.failed.is_none() {
+            let left = self.time_left();
+            if left.is_zero() {
+                drop(state);
+                return Err(PrepareError::Failed(format!("waited too long: {}", self.describe())));
+            }
+            state = self.changed.wait_timeout(state, left).expect("nothing panics while it holds the meeting").0;
+        }
+        match &state.failed {
+            Some(reason) => Err(PrepareError::Failed(format!("gave up: {reason}"))),
+            None => Ok(()),
+        }
+    }
+
+    fn fail(&self, error: &StartError) {
+        let mut state = self.state();
+        state.failed.get_or_insert_with(|| error.to_string());
+        self.changed.notify_all();
+    }
+}
+
+fn name(phase: Phase) -> &'static str {
+    PHASES[phase as usize].1
+}
