@@ -29,10 +29,16 @@ pub fn word<T: Copy>(flag: &str, value: &str, words: &[(&str, T)]) -> Result<T, 
     }
 }
 
-/// `1,2,4`: at least one number.
+/// `1,2,4` or `1 2 4`: at least one number.
 pub fn list(flag: &str, value: &str) -> Result<Vec<usize>, ConfigError> {
-    let numbers: Option<Vec<usize>> = value.split([',', ' ']).map(|item| item.trim().parse().ok()).collect();
-    numbers.ok_or_else(|| refuse(flag, value, "expected numbers with commas between them, such as 1,2,4"))
+    let items: Vec<&str> = match value.contains(',') {
+        true => value.split(',').map(str::trim).collect(),
+        false => value.split_whitespace().collect(),
+    };
+    let numbers: Option<Vec<usize>> = items.iter().map(|item| item.parse().ok()).collect();
+    numbers
+        .filter(|numbers| !numbers.is_empty())
+        .ok_or_else(|| refuse(flag, value, "expected numbers with commas between them, such as 1,2,4"))
 }
 
 /// `67108864`, `64MiB`, `8GiB`, `1.5G`: bytes. K, M, G, T and KiB … are powers of 1,024; KB, MB, GB, TB are powers of 1,000.

@@ -94,26 +94,24 @@ fn tensor(name: String, value: Value, data_start: u64) -> Result<Tensor, String>
 }
 
 fn check_tiling(tensors: &[Tensor], data_start: u64, size: u64) -> Result<(), String> {
+    if let Some(tensor) = tensors.iter().find(|tensor| tensor.start + tensor.bytes > size) {
+        let expected = tensors.iter().map(|t| t.start + t.bytes).max().unwrap_or(data_start);
+        return Err(format!(
+            "is truncated, or tensor {} is out of range (it ends at byte {}): expected {expected} bytes, found {size}",
+            tensor.name,
+            tensor.start + tensor.bytes
+        ));
+    }
     let mut end = data_start;
     for (index, tensor) in tensors.iter().enumerate() {
         if tensor.start < end {
             return Err(format!("tensor {}: its data overlaps that of {}", tensor.name, tensors[index - 1].name));
         }
         if tensor.start > end {
-            return Err(format!(
-                "tensor {}: {} bytes before its data belong to no tensor",
-                tensor.name,
-                tensor.start - end
-            ));
+            let gap = tensor.start - end;
+            return Err(format!("tensor {}: {gap} bytes before its data belong to no tensor", tensor.name));
         }
         end += tensor.bytes;
-        if end > size {
-            return Err(format!(
-                "is truncated, or tensor {} is out of range: it ends at byte {end} (expected {} bytes in all), found {size}",
-                tensor.name,
-                tensors.iter().map(|t| t.start + t.bytes).max().unwrap_or(end),
-            ));
-        }
     }
     if end < size {
         return Err(format!("has {} bytes after its last tensor: expected {end} bytes, found {size}", size - end));
