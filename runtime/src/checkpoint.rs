@@ -22,7 +22,7 @@ use crate::weights::{self, Required};
 use fields::Fields;
 use sha2::{Digest, Sha256};
 use slotgraph_graphs::model::build;
-use slotgraph_graphs::plan::RankShape;
+use slotgraph_graphs::plan::{PlanError, RankShape};
 use slotgraph_graphs::source::Source;
 use slotgraph_graphs::spec::ModelSpec;
 use slotgraph_graphs::step::StepLimits;
@@ -49,7 +49,7 @@ pub enum CheckpointError {
     Weights(String),
     /// The parsed model has no plan.
     #[error("{file}: {reason}")]
-    Plan { file: String, reason: slotgraph_graphs::plan::PlanError },
+    Plan { file: String, reason: Box<PlanError> },
 }
 
 impl CheckpointError {
@@ -120,8 +120,8 @@ impl Checkpoint {
         }
         let mut sha = Sha256::new();
         sha.update(&parsed.config);
-        let required =
-            required(&parsed.spec).map_err(|reason| CheckpointError::Plan { file: folder.label(CONFIG), reason })?;
+        let required = required(&parsed.spec)
+            .map_err(|reason| CheckpointError::Plan { file: folder.label(CONFIG), reason: reason.into() })?;
         let parameters = weights::elements(&required);
         let (source, weights): (Arc<dyn Source>, WeightFacts) = match format {
             LoadFormat::Dummy { seed } => {
@@ -173,12 +173,12 @@ impl Checkpoint {
 }
 
 /// The checkpoint tensors that `spec` needs, with their shapes: the union over the plan's weights, of every expert.
-pub fn required(spec: &ModelSpec) -> Result<Required, slotgraph_graphs::plan::PlanError> {
+pub fn required(spec: &ModelSpec) -> Result<Required, PlanError> {
     Ok(weights::required(&weight_specs(spec)?))
 }
 
 /// The weights of a plan of one row on one rank. They do not depend on the step's shape.
-fn weight_specs(spec: &ModelSpec) -> Result<Vec<WeightSpec>, slotgraph_graphs::plan::PlanError> {
+fn weight_specs(spec: &ModelSpec) -> Result<Vec<WeightSpec>, PlanError> {
     let limits = StepLimits {
         slots_max: 1,
         pages: 2,

@@ -168,7 +168,7 @@ fn dense(config: &Fields, family: Family) -> Result<Parts, CheckpointError> {
         (None, Family::Llama) => heads,
         (None, _) => return Err(config.error("num_key_value_heads", "is missing")),
     };
-    if heads % kv_heads != 0 {
+    if !heads.is_multiple_of(kv_heads) {
         let reason = format!("is {kv_heads}, which does not divide num_attention_heads {heads}");
         return Err(config.error("num_key_value_heads", reason));
     }
@@ -177,7 +177,7 @@ fn dense(config: &Fields, family: Family) -> Result<Parts, CheckpointError> {
         (None, Family::Qwen3) => 128,
         (None, _) => {
             let hidden = config.size("hidden_size")?;
-            if hidden % heads != 0 {
+            if !hidden.is_multiple_of(heads) {
                 let reason = format!("is missing, and hidden_size {hidden} is not a multiple of {heads} heads");
                 return Err(config.error("head_dim", reason));
             }
@@ -285,7 +285,7 @@ fn moe(config: &Fields, dense_inner: usize) -> Result<Moe, CheckpointError> {
 }
 
 fn even(config: &Fields, key: &str, dim: usize) -> Result<(), CheckpointError> {
-    if dim == 0 || dim % 2 != 0 {
+    if dim == 0 || !dim.is_multiple_of(2) {
         return Err(config.error(key, format!("is {dim}; rotary embedding needs an even number")));
     }
     Ok(())

@@ -53,8 +53,8 @@ pub struct Made {
 pub fn write_dummy(order: &Order, mut progress: impl FnMut(u64, u64)) -> Result<Made, CheckpointError> {
     let source = Folder::Disk(order.shape.to_path_buf());
     let parsed = Parsed::read(&source)?;
-    let required =
-        required(&parsed.spec).map_err(|reason| CheckpointError::Plan { file: source.label(CONFIG), reason })?;
+    let required = required(&parsed.spec)
+        .map_err(|reason| CheckpointError::Plan { file: source.label(CONFIG), reason: reason.into() })?;
     let at =
         |path: PathBuf| move |error: io::Error| CheckpointError::file(path.display().to_string(), error.to_string());
     let out = order.out;

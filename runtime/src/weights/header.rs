@@ -143,3 +143,77 @@ fn parse(json: &[u8]) -> Result<Vec<(String, Value)>, serde_json::Error> {
     deserializer.end()?;
     Ok(entries)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A file of `shapes`, tensors packed in order.
+    fn file(shapes: &[Vec<usize>]) -> Vec<u8> {
+        let (mut entries, mut at) = (Vec::new(), 0);
+        for (index, shape) in shapes.iter().enumerate() {
+            let end = at + 2 * shape.iter().product::<usize>();
+            entries
+                .push(format!("\"t{index}\":{{\"dtype\":\"BF16\",\"shape\":{shape:?},\"data_offsets\":[{at},{end}]}}"));
+            at = end;
+        }
+        let header = format!("{{{}}}", entries.join(","));
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(header.as_bytes());
+        bytes.resize(bytes.len() + at, 7);
+        bytes
+    }
+
+    fn parse_bytes(bytes: &[u8]) -> Result<Header, String> {
+        let mut scratch = tempfile::tempfile().unwrap();
+        std::io::Write::write_all(&mut scratch, bytes).unwrap();
+        read(&Blob::file(scratch).unwrap())
+    }
+
+    fn shapes() -> impl Strategy<Value = Vec<Vec<usize>>> {
+        prop::collection::vec(prop::collection::vec(0usize..5, 0..4), 0..6)
+    }
+
+    proptest! {
+        #[test]
+        fn whole_files_read_back(shapes in shapes()) {
+            let bytes = file(&shapes);
+            let header = parse_bytes(&bytes).unwrap();
+            prop_assert_eq!(header.tensors.len(), shapes.len());
+            for tensor in header.tensors {
+                let index: usize = tensor.name[1..].parse().unwrap();
+                prop_assert_eq!(&tensor.shape, &shapes[index]);
+            }
+        }
+
+        #[test]
+        fn damaged_files_are_refused_or_still_tile_their_data(
+            shapes in shapes(),
+            damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+            cut in prop::option::of(any::<prop::sample::Index>()),
+        ) {
+            let mut bytes = file(&shapes);
+            for (at, value) in damage {
+                let at = at.index(bytes.len());
+                bytes[at] = value;
+            }
+            if let Some(cut) = cut {
+                bytes.truncate(cut.index(bytes.len()));
+            }
+            if let Ok(header) = parse_bytes(&bytes) {
+                let mut end = header.data_start;
+                for tensor in &header.tensors {
+                    prop_assert_eq!(tensor.start, end);
+                    end += tensor.bytes;
+                }
+                prop_assert_eq!(end, bytes.len() as u64);
+            }
+        }
+
+        #[test]
+        fn no_bytes_at_all_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = parse_bytes(&bytes);
+        }
+    }
+}

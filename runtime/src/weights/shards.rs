@@ -29,12 +29,15 @@ pub struct Shard {
     pub data_start: u64,
 }
 
+/// A tensor, and the index of its file in `Shards::files`.
+pub type Placed = (usize, Tensor);
+
 /// The weight files and where each tensor lies.
 #[derive(Debug)]
 pub struct Shards {
     pub files: Vec<Shard>,
-    /// By name: index into `files`, and the tensor.
-    pub tensors: HashMap<String, (usize, Tensor)>,
+    /// By name.
+    pub tensors: HashMap<String, Placed>,
 }
 
 impl Shards {
@@ -102,7 +105,8 @@ impl Shards {
             warnings
                 .push("lm_head.weight is ignored: tie_word_embeddings is true, so the embedding is the head".into());
         }
-        unused.retain(|name| !name.ends_with("rotary_emb.inv_freq") && !(tied_head && *name == "lm_head.weight"));
+        let known = |name: &str| name.ends_with("rotary_emb.inv_freq") || tied_head && name == "lm_head.weight";
+        unused.retain(|name| !known(name));
         if !unused.is_empty() {
             warnings.push(format!(
                 "{} tensors are not part of the model and are ignored: {}",
@@ -116,7 +120,7 @@ impl Shards {
     /// Adds the weights to a model's identity: names, sizes, headers, and the data (whole up to 64 MiB, else every tensor's start).
     pub fn hash(&self, sha: &mut Sha256) -> Result<(), CheckpointError> {
         let total: u64 = self.files.iter().map(|file| file.blob.len() - file.data_start).sum();
-        let mut tensors: Vec<&(usize, Tensor)> = self.tensors.values().collect();
+        let mut tensors: Vec<&Placed> = self.tensors.values().collect();
         tensors.sort_by_key(|(file, tensor)| (*file, tensor.start));
         let mut buffer = Vec::new();
         for shard in &self.files {
@@ -134,7 +138,7 @@ impl Shards {
 }
 
 /// Opens every file and reads its header; one message names all that are broken.
-fn read_all(folder: &Folder, names: &[String]) -> Result<(Vec<Shard>, Vec<(usize, Tensor)>), CheckpointError> {
+fn read_all(folder: &Folder, names: &[String]) -> Result<(Vec<Shard>, Vec<Placed>), CheckpointError> {
     let (mut files, mut tensors, mut problems) = (Vec::new(), Vec::new(), Vec::new());
     for name in names {
         let label = folder.label(name);
@@ -155,8 +159,8 @@ fn placed(
     label: &str,
     files: &[Shard],
     map: BTreeMap<String, String>,
-    found: Vec<(usize, Tensor)>,
-) -> Result<HashMap<String, (usize, Tensor)>, CheckpointError> {
+    found: Vec<Placed>,
+) -> Result<HashMap<String, Placed>, CheckpointError> {
     let mut tensors = HashMap::with_capacity(found.len());
     let mut unlisted = Vec::new();
     for (file, tensor) in found {
