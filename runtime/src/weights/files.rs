@@ -56,7 +56,7 @@ impl Tensors for FileSource {
             }
             _ => convert(tensor, first, out, read)?,
         }
-        match out.iter().position(|bits| !is_finite(*bits)) {
+        match first_not_finite(out) {
             None => Ok(()),
             Some(at) => {
                 let (value, index) = (bf16::from_bits(out[at]), first + at as u64);
@@ -66,8 +66,17 @@ impl Tensors for FileSource {
     }
 }
 
-fn is_finite(bits: u16) -> bool {
-    bits & 0x7f80 != 0x7f80
+/// Index of the first bf16 that is infinite or NaN: its exponent is all ones. By blocks, whose maximum is a vector instruction.
+fn first_not_finite(values: &[u16]) -> Option<usize> {
+    const BLOCK: usize = 4096;
+    const INFINITE: i16 = 0x7f80;
+    let magnitude = |bits: &u16| (bits & 0x7fff) as i16;
+    let (block, values) = values
+        .chunks(BLOCK)
+        .enumerate()
+        .find(|(_, block)| block.iter().map(magnitude).fold(0, i16::max) >= INFINITE)?;
+    let at = values.iter().position(|bits| magnitude(bits) >= INFINITE).expect("the block's maximum is not finite");
+    Some(block * BLOCK + at)
 }
 
 fn convert(
@@ -91,4 +100,22 @@ fn convert(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_infinity_or_nan_is_found_wherever_it_is() {
+        let largest = 0x7f7f;
+        let mut values = vec![largest; 10_000];
+        values[77] = 0xff7f;
+        assert_eq!(first_not_finite(&values), None);
+        assert_eq!(first_not_finite(&[]), None);
+        for (at, bits) in [(9_999, 0x7f80), (5_000, 0xff80), (4_096, 0x7fc0), (4_095, 0xffff), (0, 0x7f81)] {
+            values[at] = bits;
+            assert_eq!(first_not_finite(&values), Some(at));
+        }
+    }
 }
