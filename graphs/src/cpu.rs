@@ -5,9 +5,11 @@
 //! host sees, and when it may see it, is what a GPU would show. A device that failed once answers every later call with the
 //! same failure.
 
+mod sabotage;
 mod weights;
 
 use crate::device::{BucketFacts, Device, DeviceError, DeviceFacts};
+use crate::fault::{Fault, FaultKind};
 use crate::model::build;
 use crate::plan::{PlacedOp, Plan, PlanError, RankShape};
 use crate::source::{Source, SourceError};
@@ -19,6 +21,8 @@ use slotgraph_kernels::entry::output;
 use slotgraph_kernels::ops::{AllGather, Op};
 use slotgraph_kernels::{BufferId, BufferSpec, OpError, Precision, Role, contract};
 use std::sync::Arc;
+
+use sabotage::Sabotage;
 
 pub use weights::{Loaded, SharedWeights};
 
@@ -93,6 +97,7 @@ pub struct CpuDevice {
     settled: u64,
     replays: Vec<u64>,
     lost: Option<String>,
+    sabotage: Sabotage,
 }
 
 impl CpuDevice {
@@ -138,6 +143,7 @@ impl CpuDevice {
             enqueued: 0,
             settled: 0,
             lost: None,
+            sabotage: Sabotage::default(),
         })
     }
 
@@ -174,13 +180,16 @@ impl CpuDevice {
     }
 
     /// Runs the plan at `at`. Ops between exchanges run in the device's pool, exchanges on the calling thread: they block.
-    fn run(&mut self, at: usize) -> Result<(), DeviceError> {
-        let CpuDevice { plans, memory, pool, watch, .. } = self;
+    fn run(&mut self, at: usize, step: u64) -> Result<(), DeviceError> {
+        let CpuDevice { plans, memory, pool, watch, sabotage, .. } = self;
         let plan = &plans[at];
         memory.plan_rows = plan.rows;
         memory.plan_logit_rows = plan.logit_rows;
         let exchanges = |placed: &PlacedOp| matches!(placed.op, Op::Exchange(_));
-        for stretch in plan.ops.chunk_by(|before, after| !exchanges(before) && !exchanges(after)) {
+        let (fetch, rest) = plan.ops.split_at(1);
+        run_ops(fetch, memory, |placed, memory| watch.iter_mut().for_each(|watch| watch(placed, memory)))?;
+        sabotage.commit(step, &fetch[0].op, memory);
+        for stretch in rest.chunk_by(|before, after| !exchanges(before) && !exchanges(after)) {
             match (pool.as_ref(), watch.as_mut()) {
                 (Some(pool), None) if !exchanges(&stretch[0]) => {
                     pool.install(|| run_ops(stretch, memory, |_, _| {}))?;
@@ -246,7 +255,7 @@ impl Device for CpuDevice {
         let start = self.entry(input.step) * words;
         let ring = self.memory.u32_mut(self.input_ring);
         encode(input, &self.limits, &self.eos_ids, &mut ring[start..start + words])?;
-        self.run(at).map_err(|error| self.fail(error))?;
+        self.run(at, input.step).map_err(|error| self.fail(error))?;
         self.replays[at] += 1;
         self.enqueued = input.step;
         Ok(())
@@ -274,6 +283,12 @@ impl Device for CpuDevice {
 
     fn in_flight(&self) -> usize {
         (self.enqueued - self.settled) as usize
+    }
+
+    fn arm(&mut self, fault: Fault) -> bool {
+        // Pad rows that are not computed write nothing.
+        self.memory.compute_padding |= fault.kind == FaultKind::PadWrite;
+        self.sabotage.arm(fault)
     }
 
     fn facts(&self) -> DeviceFacts {

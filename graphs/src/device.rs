@@ -3,6 +3,7 @@
 //! Implemented by `cpu`, `null` and `cuda`; driven by the engine loop or by a rank thread. **Invariant:** steps settle in
 //! the order they were enqueued; after construction nothing allocates on the device; a device never invents a step.
 
+use crate::fault::Fault;
 use crate::step::{StepInput, StepOutput};
 
 /// What went wrong on a device. Any of these stops the engine.
@@ -46,6 +47,32 @@ pub trait Device {
     fn in_flight(&self) -> usize;
     /// What `/debug/graphs`, the start-up record and evidence say of the device.
     fn facts(&self) -> DeviceFacts;
+    /// Arms a fault that only the device itself can commit; false when it cannot.
+    fn arm(&mut self, fault: Fault) -> bool {
+        let _ = fault;
+        false
+    }
+}
+
+impl<D: Device + ?Sized> Device for Box<D> {
+    fn enqueue(&mut self, input: &StepInput) -> Result<(), DeviceError> {
+        (**self).enqueue(input)
+    }
+    fn poll(&mut self, output: &mut StepOutput) -> Result<bool, DeviceError> {
+        (**self).poll(output)
+    }
+    fn wait(&mut self, output: &mut StepOutput) -> Result<bool, DeviceError> {
+        (**self).wait(output)
+    }
+    fn in_flight(&self) -> usize {
+        (**self).in_flight()
+    }
+    fn facts(&self) -> DeviceFacts {
+        (**self).facts()
+    }
+    fn arm(&mut self, fault: Fault) -> bool {
+        (**self).arm(fault)
+    }
 }
 
 impl<D: Device + ?Sized> Device for Box<D> {

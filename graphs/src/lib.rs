@@ -8,6 +8,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod device;
 pub mod exchange;
+pub mod fault;
 pub mod model;
 pub mod null;
 pub mod plan;

@@ -295,20 +295,9 @@ impl Device for NullDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::samples::{decode, given, limits, prefill, row};
     use crate::spec::SamplingSpec;
     use crate::step::{EndReason, NewSlot, PageUpdate, RowFeed, RowInput, RowWant};
-
-    fn limits() -> StepLimits {
-        StepLimits {
-            slots_max: 2,
-            pages: 4,
-            pages_per_slot: 2,
-            buckets: vec![1, 2, 4],
-            launch_ahead: 1,
-            max_model_len: 80,
-            prefill_chunk: 4,
-        }
-    }
 
     /// Echoes: the token after a row is its position + 100.
     fn device(settle: Settle) -> NullDevice {
@@ -320,39 +309,6 @@ mod tests {
             step_ns: 7,
             script: Box::new(script),
         })
-    }
-
-    const SLOT: SlotId = SlotId(0);
-    const FIRST: Generation = Generation(1);
-
-    fn row(feed: RowFeed, want: RowWant) -> RowInput {
-        RowInput { slot: SLOT, generation: FIRST, feed, want }
-    }
-
-    fn given(token: u32, position: u32) -> RowFeed {
-        RowFeed::Given { token, position, generated: false }
-    }
-
-    /// A step that seats `SLOT` with page 1 and prefills two tokens.
-    fn prefill(max_tokens: u32) -> StepInput {
-        StepInput {
-            step: 1,
-            bucket: 4,
-            rows: vec![row(given(5, 0), RowWant::Nothing), row(given(6, 1), RowWant::Sample)],
-            new_slots: vec![NewSlot {
-                slot: SLOT,
-                generation: FIRST,
-                sampling: Arc::new(SamplingSpec::greedy(max_tokens)),
-                choice: 0,
-                generated: 0,
-            }],
-            pages: vec![PageUpdate { slot: SLOT, index: 0, page: PageId(1) }],
-            ..StepInput::default()
-        }
-    }
-
-    fn decode(step: u64) -> StepInput {
-        StepInput { step, bucket: 1, rows: vec![row(RowFeed::FromSlot, RowWant::Sample)], ..StepInput::default() }
     }
 
     #[test]
@@ -397,9 +353,10 @@ mod tests {
         device.enqueue(&prefill(9)).unwrap();
         let mut thief = decode(2);
         thief.bucket = 2;
-        thief
-            .rows
-            .insert(0, RowInput { slot: SlotId(1), generation: FIRST, feed: given(8, 0), want: RowWant::Nothing });
+        thief.rows.insert(
+            0,
+            RowInput { slot: SlotId(1), generation: Generation(1), feed: given(8, 0), want: RowWant::Nothing },
+        );
         thief.new_slots = vec![NewSlot { slot: SlotId(1), ..prefill(9).new_slots.remove(0) }];
         thief.pages = vec![PageUpdate { slot: SlotId(1), index: 0, page: PageId(1) }];
         let error = device.enqueue(&thief).unwrap_err().to_string();

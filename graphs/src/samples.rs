@@ -1,9 +1,10 @@
-//! Small models and limits for this crate's tests: one of each thing that the families can vary.
+//! Small models, limits and steps for this crate's tests: one of each thing that the families can vary.
 
-use crate::spec::{Attention, Family, Gqa, Mla, Mlp, ModelSpec, Moe};
-use crate::step::StepLimits;
+use crate::spec::{Attention, Family, Gqa, Mla, Mlp, ModelSpec, Moe, SamplingSpec};
+use crate::step::{Generation, NewSlot, PageId, PageUpdate, RowFeed, RowInput, RowWant, SlotId, StepInput, StepLimits};
 use slotgraph_kernels::ops::{Routing, TopkMethod};
 use slotgraph_kernels::spec::RopeTable;
+use std::sync::Arc;
 
 pub(crate) fn limits() -> StepLimits {
     StepLimits {
@@ -91,4 +92,36 @@ pub(crate) fn all() -> Vec<(&'static str, ModelSpec)> {
         ("qwen3", qwen3()),
         ("llama-biases", llama_with_biases()),
     ]
+}
+
+/// A row of slot 0's first holder.
+pub(crate) fn row(feed: RowFeed, want: RowWant) -> RowInput {
+    RowInput { slot: SlotId(0), generation: Generation(1), feed, want }
+}
+
+pub(crate) fn given(token: u32, position: u32) -> RowFeed {
+    RowFeed::Given { token, position, generated: false }
+}
+
+/// Step 1: seats slot 0 with page 1 and prefills two tokens in a bucket of 4.
+pub(crate) fn prefill(max_tokens: u32) -> StepInput {
+    StepInput {
+        step: 1,
+        bucket: 4,
+        rows: vec![row(given(5, 0), RowWant::Nothing), row(given(6, 1), RowWant::Sample)],
+        new_slots: vec![NewSlot {
+            slot: SlotId(0),
+            generation: Generation(1),
+            sampling: Arc::new(SamplingSpec::greedy(max_tokens)),
+            choice: 0,
+            generated: 0,
+        }],
+        pages: vec![PageUpdate { slot: SlotId(0), index: 0, page: PageId(1) }],
+        ..StepInput::default()
+    }
+}
+
+/// One decode row of slot 0.
+pub(crate) fn decode(step: u64) -> StepInput {
+    StepInput { step, bucket: 1, rows: vec![row(RowFeed::FromSlot, RowWant::Sample)], ..StepInput::default() }
 }

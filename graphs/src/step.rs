@@ -4,6 +4,8 @@
 //! **Invariant:** a step names every slot with the generation it means, so a late record can never reach a new holder.
 
 mod codec;
+#[cfg(test)]
+mod tests;
 
 pub use codec::{check, decode, encode};
 
