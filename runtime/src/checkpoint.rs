@@ -15,6 +15,7 @@ pub use fields::parse_object;
 pub use folder::Folder;
 pub use generation::GenerationDefaults;
 
+use crate::startup::{Phase, Phases};
 use crate::weights::dummy::DummySource;
 use crate::weights::files::FileSource;
 use crate::weights::shards::Shards;
@@ -30,6 +31,7 @@ use slotgraph_kernels::WeightSpec;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 const CONFIG: &str = "config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
@@ -90,6 +92,8 @@ pub struct Checkpoint {
     pub weights: WeightFacts,
     /// Worth one log line each at start.
     pub warnings: Vec<String>,
+    /// Time that opening took: `Config` for the JSON files, `Headers` for the weight files.
+    pub opening: Phases,
     folder: Folder,
     source: Arc<dyn Source>,
     sha256: String,
@@ -113,10 +117,13 @@ impl Checkpoint {
     }
     /// Opens `folder` with weights from `format`: what the three above do. Headers are validated, weights are not read yet.
     pub fn load(folder: Folder, format: LoadFormat) -> Result<Checkpoint, CheckpointError> {
-        let parsed = Parsed::read(&folder)?;
+        let mut opening = Phases::default();
+        let parsed = opening.time(Phase::Config, || Parsed::read(&folder))?;
+        let headers_started = Instant::now();
         let mut warnings = Vec::new();
         if parsed.spec.eos_ids.is_empty() {
-            warnings.push(format!("neither {CONFIG} nor {GENERATION_CONFIG} names an eos_token_id; only stop ids and max_tokens end an answer"));
+            let ends = "only stop ids and max_tokens end an answer";
+            warnings.push(format!("neither {CONFIG} nor {GENERATION_CONFIG} names an eos_token_id; {ends}"));
         }
         let mut sha = Sha256::new();
         sha.update(&parsed.config);
@@ -141,6 +148,7 @@ impl Checkpoint {
                 (Arc::new(FileSource::new(shards)), facts)
             }
         };
+        opening.add(Phase::Headers, headers_started.elapsed());
         Ok(Checkpoint {
             name: folder.name(),
             spec: parsed.spec,
@@ -148,6 +156,7 @@ impl Checkpoint {
             format,
             weights,
             warnings,
+            opening,
             folder,
             source,
             sha256: hex(&sha.finalize()),
@@ -165,8 +174,9 @@ impl Checkpoint {
     pub fn file_label(&self, name: &str) -> String {
         self.folder.label(name)
     }
-    /// Lower-case hex SHA-256 that names this model: config.json, then every weight file's name, size and header, then the weights (whole up
-    /// to 64 MiB in all; of more, each tensor's first 4 KiB, so that 30 GB cost milliseconds). Dummy weights: config.json and the seed.
+    /// Lower-case hex SHA-256 that names this model: config.json, then every weight file's name, size and header, then
+    /// the weights (whole up to 64 MiB in all; of more, each tensor's first 4 KiB, so that 30 GB cost milliseconds).
+    /// Dummy weights: config.json and the seed.
     pub fn model_sha256(&self) -> &str {
         &self.sha256
     }

@@ -1,4 +1,5 @@
-//! Configuration: what flags and variables said (`Settings`), resolved once against the model and the machine (`Config`).
+//! Configuration: what flags and variables said (`Settings`), resolved once against the model and the machine
+//! (`Config`).
 //!
 //! The server's command line fills a `Settings`; `Config::resolve` is the only place where defaults are chosen and combinations are refused.
 //! **Invariant:** a `Config` that exists can run; nothing changes it afterwards.
@@ -155,7 +156,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// Chooses every default and refuses every combination that cannot run. `name` is the checkpoint's (the default served name).
+    /// Chooses every default and refuses every combination that cannot run. `name` is the checkpoint's (the default
+    /// served name).
     pub fn resolve(
         settings: &Settings,
         model: &ModelSpec,
@@ -172,8 +174,8 @@ impl Config {
             KvMemory::Fraction(_) => None,
         }
     }
-    /// Bytes of one rank's pool, given what is free on its device once the weights are loaded and how many ranks share that device. Under a
-    /// fraction 512 MiB stay for graphs and libraries.
+    /// Bytes of one rank's pool, given what is free on its device once the weights are loaded and how many ranks share
+    /// that device. Under a fraction 512 MiB stay for graphs and libraries.
     pub fn pool(&self, free: u64, ranks_on_device: usize) -> u64 {
         const KEPT: u64 = 512 << 20;
         match self.kv {
@@ -182,8 +184,8 @@ impl Config {
             KvMemory::Pages(pages) => pages as u64 * self.page_bytes,
         }
     }
-    /// Pages (page 0 included) of a pool of `pool` bytes: no more than every seat can use, unless `--kv-pages` says so. Refused when one
-    /// request of `max_model_len` would not fit.
+    /// Pages (page 0 included) of a pool of `pool` bytes: no more than every seat can use, unless `--kv-pages` says so.
+    /// Refused when one request of `max_model_len` would not fit.
     pub fn pages(&self, pool: u64) -> Result<usize, ConfigError> {
         let useful = self.max_slots * self.pages_per_slot() + 1;
         let pages = match self.kv {

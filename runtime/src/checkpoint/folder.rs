@@ -46,6 +46,9 @@ impl Folder {
         match fs::metadata(path) {
             Ok(facts) if facts.is_dir() => Ok(()),
             Ok(_) => Err(CheckpointError::file(shown, "is a file; a model is a folder with config.json in it")),
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                Err(CheckpointError::file(shown, "no such folder; a model is the path of a local checkpoint folder"))
+            }
             Err(error) => Err(CheckpointError::file(shown, error.to_string())),
         }
     }

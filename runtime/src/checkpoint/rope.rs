@@ -1,8 +1,9 @@
 //! Rotary position embedding: from a config's rope keys to per-pair inverse frequencies.
 //!
-//! Follows the reference definitions (plain, linear, YaRN, llama3) in fp32, step by step as Transformers evaluates them; powers and logarithms
-//! are taken in f64 and rounded once, so that a table's bits depend on nothing but its config.
-//! Both spellings are read: `rope_theta` + `rope_scaling {type | rope_type}`, and `rope_parameters` with `rope_theta` inside.
+//! Follows the reference definitions (plain, linear, YaRN, llama3) in fp32, step by step as Transformers evaluates
+//! them; powers and logarithms are taken in f64 and rounded once, so that a table's bits depend on nothing but its
+//! config. Both spellings are read: `rope_theta` + `rope_scaling {type | rope_type}`, and `rope_parameters` with
+//! `rope_theta` inside.
 
 use super::CheckpointError;
 use super::fields::Fields;
@@ -41,8 +42,8 @@ pub struct Yarn {
 /// How a family turns YaRN's mscale keys into factors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MscaleRule {
-    /// DeepSeek: cos and sin times mscale(factor, mscale) / mscale(factor, mscale_all_dim), absent keys being 1 and 0; the softmax scale
-    /// times mscale(factor, mscale_all_dim)² when mscale_all_dim is set.
+    /// DeepSeek: cos and sin times mscale(factor, mscale) / mscale(factor, mscale_all_dim), absent keys being 1 and 0;
+    /// the softmax scale times mscale(factor, mscale_all_dim)² when mscale_all_dim is set.
     Deepseek,
     /// Others: the ratio when both keys are set, else mscale(factor, 1); the softmax scale is left alone.
     Common,

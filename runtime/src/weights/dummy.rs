@@ -1,7 +1,7 @@
 //! Weights without files (`--load-format dummy`): the seeded generator of `kernels::dummy`, norms 1.
 //!
-//! An element depends on (seed, tensor name, its index in that tensor) alone, so files that `checkpoint::write` makes from the same seed hold
-//! the same model, and so does every device, rank and expert-parallel degree.
+//! An element depends on (seed, tensor name, its index in that tensor) alone, so files that `checkpoint::write` makes
+//! from the same seed hold the same model, and so does every device, rank and expert-parallel degree.
 
 use super::parts::{self, Tensors};
 use slotgraph_graphs::source::{DummySpec, Source, SourceError};
@@ -17,7 +17,8 @@ pub struct DummySource {
     pub seed: u64,
 }
 
-/// Elements `first`… of tensor `name` of `dims` dimensions. Vectors named `…norm.weight` are 1; all else is the generator.
+/// Elements `first`… of tensor `name` of `dims` dimensions. Vectors named `…norm.weight` are 1; all else is the
+/// generator.
 pub fn fill(seed: u64, name: &str, dims: usize, first: u64, out: &mut [u16]) {
     if dims == 1 && name.ends_with("norm.weight") {
         return out.fill(ONE);

@@ -1,7 +1,7 @@
 //! Weights from safetensors: positioned reads straight into the caller's buffer, from any number of threads.
 //!
-//! BF16 is taken as it is; F16 and F32 are rounded once to bf16, nearest even. A value that is not finite (in the file, or after rounding) is
-//! refused with its tensor and index: it would otherwise surface as NaN rows while serving.
+//! BF16 is taken as it is; F16 and F32 are rounded once to bf16, nearest even. A value that is not finite (in the file,
+//! or after rounding) is refused with its tensor and index: it would otherwise surface as NaN rows while serving.
 
 use super::header::Tensor;
 use super::parts::{self, Tensors};
@@ -66,7 +66,8 @@ impl Tensors for FileSource {
     }
 }
 
-/// Index of the first bf16 that is infinite or NaN: its exponent is all ones. By blocks, whose maximum is a vector instruction.
+/// Index of the first bf16 that is infinite or NaN: its exponent is all ones. By blocks, whose maximum is a vector
+/// instruction.
 fn first_not_finite(values: &[u16]) -> Option<usize> {
     const BLOCK: usize = 4096;
     const INFINITE: i16 = 0x7f80;

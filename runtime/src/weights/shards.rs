@@ -1,7 +1,8 @@
 //! A checkpoint's weight files: found, opened, their headers checked, and compared with what the model needs.
 //!
-//! Used by `Checkpoint::load`, before any device work. **Invariant:** after `open` and `check`, every tensor the model needs is wholly in one
-//! file with the right shape and a dtype that can be read; every problem found is in one message.
+//! Used by `Checkpoint::load`, before any device work. **Invariant:** after `open` and `check`, every tensor the model
+//! needs is wholly in one file with the right shape and a dtype that can be read; every problem found is in one
+//! message.
 
 use super::Required;
 use super::blob::Blob;
@@ -41,7 +42,8 @@ pub struct Shards {
 }
 
 impl Shards {
-    /// Opens the weight files of `folder`: `model.safetensors`, else the shards that the index lists (the hub's own order).
+    /// Opens the weight files of `folder`: `model.safetensors`, else the shards that the index lists (the hub's own
+    /// order).
     pub fn open(folder: &Folder) -> Result<Shards, CheckpointError> {
         if folder.has(SINGLE) {
             let (files, tensors) = read_all(folder, &[SINGLE.to_string()])?;
@@ -117,7 +119,8 @@ impl Shards {
         warnings
     }
 
-    /// Adds the weights to a model's identity: names, sizes, headers, and the data (whole up to 64 MiB, else every tensor's start).
+    /// Adds the weights to a model's identity: names, sizes, headers, and the data (whole up to 64 MiB, else every
+    /// tensor's start).
     pub fn hash(&self, sha: &mut Sha256) -> Result<(), CheckpointError> {
         let total: u64 = self.files.iter().map(|file| file.blob.len() - file.data_start).sum();
         let mut tensors: Vec<&Placed> = self.tensors.values().collect();

@@ -107,15 +107,16 @@ fn wrong_offsets_are_refused_by_file_and_tensor() {
 
 #[test]
 fn a_git_lfs_pointer_is_called_one() {
-    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 5540576\n";
+    let pointer =
+        format!("version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 5540576\n", "4d7a".repeat(16));
     let copy = Copy::demo();
-    fs::write(copy.path(FIRST), pointer).unwrap();
+    fs::write(copy.path(FIRST), &pointer).unwrap();
     copy.refused(&[FIRST, "Git LFS pointer", "git lfs pull"]);
     let copy = Copy::demo();
-    fs::write(copy.path("config.json"), pointer).unwrap();
+    fs::write(copy.path("config.json"), &pointer).unwrap();
     copy.refused(&["config.json", "Git LFS pointer"]);
     let copy = Copy::demo();
-    fs::write(copy.path("tokenizer.json"), pointer).unwrap();
+    fs::write(copy.path("tokenizer.json"), &pointer).unwrap();
     let error = Checkpoint::open(copy.folder()).unwrap().file("tokenizer.json").unwrap_err().to_string();
     assert!(error.contains("tokenizer.json") && error.contains("Git LFS pointer"), "{error}");
 }
@@ -184,7 +185,7 @@ fn every_wrong_tensor_is_in_one_message() {
 fn missing_files_are_named() {
     let empty = tempfile::tempdir().unwrap();
     refused(empty.path(), &["config.json", "missing"]);
-    refused(&empty.path().join("nowhere"), &["nowhere"]);
+    refused(&empty.path().join("nowhere"), &["nowhere", "no such folder"]);
     let copy = Copy::demo();
     refused(&copy.path("config.json"), &["config.json", "is a file"]);
     fs::remove_file(copy.path("tokenizer.json")).unwrap();

@@ -110,6 +110,30 @@ fn real_shapes_need_only_their_config() {
     assert_ne!(lite.model_sha256(), Checkpoint::dummy(&shape("deepseek-v2-lite"), 8).unwrap().model_sha256());
 }
 
+#[test]
+fn a_bundled_model_is_the_same_as_its_folder() {
+    macro_rules! files {
+        ($($name:literal),*) => { &[$(($name, include_bytes!(concat!("../../../tests/models/tiny-llama3/", $name)))),*] };
+    }
+    let files: &'static [(&'static str, &'static [u8])] =
+        files!("config.json", "generation_config.json", "tokenizer.json", "model.safetensors");
+    let (bundled, folder) =
+        (Checkpoint::embedded("tiny", files).unwrap(), Checkpoint::open(&model("tiny-llama3")).unwrap());
+    assert_eq!((bundled.name.as_str(), &bundled.spec), ("tiny", &folder.spec));
+    assert_eq!(bundled.model_sha256(), folder.model_sha256());
+    assert_eq!(bundled.file("tokenizer.json").unwrap(), folder.file("tokenizer.json").unwrap());
+    assert_eq!(bundled.file("chat_template.jinja").unwrap(), None);
+    for spec in build(&folder.spec, &limits(), RankShape::SINGLE, 1).unwrap().weights {
+        let (rows, columns) = group_extents(&spec.form);
+        if rows > 0 {
+            let (mut a, mut b) = (vec![1u16; rows * columns], vec![2u16; rows * columns]);
+            bundled.source().read(&spec, 0, &mut a).unwrap();
+            folder.source().read(&spec, 0, &mut b).unwrap();
+            assert!(a == b, "{}", spec.name);
+        }
+    }
+}
+
 /// Every weight of the plan, read whole and in pieces, against the file's own bytes.
 fn check_weights(name: &str) {
     let folder = model(name);
