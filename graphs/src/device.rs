@@ -75,24 +75,6 @@ impl<D: Device + ?Sized> Device for Box<D> {
     }
 }
 
-impl<D: Device + ?Sized> Device for Box<D> {
-    fn enqueue(&mut self, input: &StepInput) -> Result<(), DeviceError> {
-        (**self).enqueue(input)
-    }
-    fn poll(&mut self, output: &mut StepOutput) -> Result<bool, DeviceError> {
-        (**self).poll(output)
-    }
-    fn wait(&mut self, output: &mut StepOutput) -> Result<bool, DeviceError> {
-        (**self).wait(output)
-    }
-    fn in_flight(&self) -> usize {
-        (**self).in_flight()
-    }
-    fn facts(&self) -> DeviceFacts {
-        (**self).facts()
-    }
-}
-
 /// A device described for people and evidence.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct DeviceFacts {
