@@ -30,6 +30,7 @@ pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
         "common.cuh",
         "norm.cuh",
         "gemm.cuh",
+        "attend.cuh",
         "pack.cu",
         "dummy.cu",
         "norm.cu",
@@ -37,5 +38,7 @@ pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
         "gemm_add.cu",
         "norm_gate_up.cu",
         "head.cu",
+        "mla_attend.cu",
+        "gqa_attend.cu",
     ]
 }

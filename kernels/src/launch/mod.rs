@@ -4,6 +4,7 @@
 //! launch holds no address and nothing that changes from step to step: it follows from the op, the step shape and the GPU
 //! alone. Who computes a value may differ between two launches of an op; the bits may not.
 
+mod attend;
 mod constants;
 mod gemm;
 
@@ -156,6 +157,8 @@ impl Op {
             Op::GemmAdd(op) => op.launches(specs, gpu),
             Op::NormGateUp(op) => op.launches(specs, gpu),
             Op::Head(op) => op.launches(specs, gpu),
+            Op::MlaAttend(op) => Ok(vec![op.launch(specs, gpu)?]),
+            Op::GqaAttend(op) => Ok(vec![op.launch(specs, gpu)?]),
             _ => Err(LaunchError::NoKernel { op: self.name() }),
         }
     }
