@@ -132,7 +132,7 @@ impl ModelSpec {
 }
 
 /// Every resolved sampling field of one choice: what the device reads. Built by the server's request check.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct SamplingSpec {
     pub temperature: f32,
     /// 1.0 is off.

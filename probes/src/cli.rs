@@ -2,7 +2,7 @@
 
 use crate::evidence::Evidence;
 use crate::harness::raise_descriptor_limit;
-use crate::{bench_http, combine, manifest, slo};
+use crate::{bench_decode, bench_http, combine, manifest, plan, reliability, replay, slo};
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -22,9 +22,13 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    BenchDecode(bench_decode::Args),
     BenchHttp(bench_http::Args),
     Combine(combine::Args),
+    HttpReliability(reliability::Args),
     Manifest(manifest::Args),
+    Plan(plan::Args),
+    Replay(replay::Args),
     Slo(slo::Args),
 }
 
@@ -50,9 +54,13 @@ pub enum ProbeError {
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let outcome = match &cli.command {
+        Command::BenchDecode(args) => bench_decode::run(args),
         Command::BenchHttp(args) => over_http(bench_http::run(args)),
         Command::Combine(args) => combine::run(args),
+        Command::HttpReliability(args) => over_http(reliability::run(args)),
         Command::Manifest(args) => manifest::run(args),
+        Command::Plan(args) => plan::run(args),
+        Command::Replay(args) => replay::run(args),
         Command::Slo(args) => over_http(slo::run(args)),
     };
     match outcome.and_then(|outcome| deliver(outcome, cli.out.as_deref())) {

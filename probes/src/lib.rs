@@ -3,17 +3,23 @@
 //! Uses every other crate and is used by none. **Invariant:** a verdict is computed (`evidence`), never written.
 #![forbid(unsafe_code)]
 
+pub mod bench_decode;
 pub mod bench_http;
 pub mod claim;
 pub mod cli;
 pub mod client;
 pub mod combine;
+pub mod driver;
 pub mod evidence;
 pub mod harness;
 pub mod load;
 pub mod machine;
 pub mod manifest;
+pub mod plan;
 pub mod regression;
+pub mod reliability;
+pub mod replay;
 pub mod scrape;
 pub mod slo;
 pub mod stats;
+pub mod subject;

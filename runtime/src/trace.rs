@@ -76,6 +76,8 @@ impl Epoch {
 pub struct TraceRecord {
     pub request_id: RequestId,
     pub choice_index: u32,
+    /// Sample index among its prompt's choices: part of the noise counter.
+    pub sample: u32,
     pub queued_at_unix_s: f64,
     pub scheduled_at_unix_s: Option<f64>,
     pub prefill_done_unix_s: Option<f64>,

@@ -68,7 +68,6 @@ fn compare(number: usize) {
         }
     }
     println!("{folder}: largest difference of a logprob outside excepted rows {worst:.2e}");
-    compare_first_logits(&checkpoint, &cases);
 }
 
 /// Tokens equal up to a near-tie of the oracle; returns how many positions are comparable.
@@ -117,6 +116,13 @@ fn differences(case: &Case, said: &Said, compared: usize, worst: &mut f64) -> Ve
         }
     }
     beyond
+}
+
+#[test]
+fn first_logits_are_the_oracle_s() {
+    for (folder, file) in MODELS {
+        compare_first_logits(&Checkpoint::open(&model(folder)).unwrap(), &oracle::cases(file));
+    }
 }
 
 /// The logits from which the first new token is drawn, where the oracle has them.

@@ -129,6 +129,8 @@ pub enum Leave {
     AfterHeaders,
     /// After this many token events.
     AfterTokens(usize),
+    /// This long after the request was handed to the socket, whatever came until then.
+    After(Duration),
 }
 
 impl Connection {
@@ -137,7 +139,16 @@ impl Connection {
     pub async fn completion(&mut self, body: &Value, id: &str, leave: Leave, deadline: Instant) -> Completion {
         let mut seen = Completion::begun(Instant::now());
         let headers: &[(&str, &str)] = if id.is_empty() { &[] } else { &[("x-request-id", id)] };
-        if let Err(error) = self.follow(body, headers, leave, deadline, &mut seen).await {
+        let until = match leave {
+            Leave::After(delay) => deadline.min(seen.sent + delay),
+            _ => deadline,
+        };
+        if let Err(error) = self.follow(body, headers, leave, until, &mut seen).await {
+            if until < deadline && matches!(error, ClientError::Deadline) {
+                seen.outcome = Outcome::Left;
+                seen.ended = Instant::now();
+                return seen;
+            }
             seen.outcome = if matches!(error, ClientError::Deadline) { Outcome::Timeout } else { Outcome::Failed };
             seen.error = Some(error.to_string());
             seen.ended = Instant::now();

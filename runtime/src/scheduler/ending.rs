@@ -85,6 +85,7 @@ impl Scheduler {
         TraceRecord {
             request_id: live.group.id.clone(),
             choice_index: live.choice.index,
+            sample: live.choice.sample,
             queued_at_unix_s: unix(queued),
             scheduled_at_unix_s: scheduled.map(unix),
             prefill_done_unix_s: prefill_done.map(unix),
