@@ -8,6 +8,7 @@
 use crate::request::{AbortCause, Event};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
 use tokio::sync::mpsc;
 
 /// The abort word of one choice, shared by everyone who may end it: the cause in the low byte; for a stop string, the tokens that belong to
@@ -117,6 +118,10 @@ impl TokenStream {
     /// The next event; None after the terminal one.
     pub async fn next(&mut self) -> Option<Event> {
         self.events.recv().await
+    }
+    /// The next event, for a listener that polls several streams.
+    pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Event>> {
+        self.events.poll_recv(cx)
     }
     /// The next event from a thread that is not async.
     pub fn next_blocking(&mut self) -> Option<Event> {

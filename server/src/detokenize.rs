@@ -116,7 +116,7 @@ mod tests {
                 .map(|_| {
                     state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
                     let draw = state >> 8;
-                    if draw % 4 == 0 { draw % 2048 } else { draw % 260 }
+                    if draw.is_multiple_of(4) { draw % 2048 } else { draw % 260 }
                 })
                 .collect();
             let mut detokenizer = Detokenizer::new(&tokenizer, true);

@@ -1,1 +1,6 @@
-fn main() {}
+//! The `slotgraph` binary.
+#![forbid(unsafe_code)]
+
+fn main() -> std::process::ExitCode {
+    slotgraph_server::cli::run()
+}

@@ -213,6 +213,16 @@ pub fn prompts(request: &ApiRequest<'_>, limits: &Limits) -> Result<Vec<PromptIn
     Ok(prompts)
 }
 
+/// A required flat list of token ids.
+pub fn token_list(request: &ApiRequest<'_>, name: &str, limits: &Limits) -> Result<Vec<u32>, ApiError> {
+    let path = request.path(name);
+    match request.array(name)? {
+        Some(raw) if json::elements(raw).next().is_some() => ids(raw, &path, limits),
+        Some(_) => Ok(Vec::new()),
+        None => Err(ApiError::missing(&path)),
+    }
+}
+
 fn empty(path: &str) -> ApiError {
     ApiError::field(path, None, format!("'{path}' must not be empty"))
 }

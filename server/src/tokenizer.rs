@@ -15,7 +15,8 @@ pub struct TokenizerError {
 }
 
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    /// None for a stand-in.
+    inner: Option<tokenizers::Tokenizer>,
     /// Ids that Hugging Face leaves out of text when it skips special tokens.
     special: Vec<bool>,
     /// Bytes of each id when the decoder is byte-level: then text is these bytes joined, read as UTF-8.
@@ -47,12 +48,20 @@ impl Tokenizer {
             .as_ref()
             .filter(|_| inner.get_normalizer().is_none())
             .map(|bytes| bytes.iter().map(Vec::len).max().unwrap_or(1).max(1));
-        Ok(Tokenizer { inner, special, bytes, longest })
+        Ok(Tokenizer { inner: Some(inner), special, bytes, longest })
+    }
+
+    /// A stand-in for a model without a tokenizer: ids below 256 are bytes, the others are printable characters.
+    pub fn bytes_only(vocab: usize) -> Tokenizer {
+        let spelled = |id: usize| vec![if id < 256 { id as u8 } else { b' ' + (id % 95) as u8 }];
+        let bytes = Some((0..vocab).map(spelled).collect());
+        Tokenizer { inner: None, special: vec![false; vocab], bytes, longest: Some(1) }
     }
 
     /// Ids of a text. `add_special` is what Hugging Face does by default: BOS and the like, as the tokenizer is configured.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TokenizerError> {
-        match self.inner.encode_fast(text, add_special) {
+        let Some(inner) = &self.inner else { return Ok(text.bytes().map(u32::from).collect()) };
+        match inner.encode_fast(text, add_special) {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
             Err(error) => Err(TokenizerError { file: "tokenizer.json", reason: error.to_string() }),
         }
@@ -73,7 +82,7 @@ impl Tokenizer {
                     .collect();
                 String::from_utf8_lossy(&bytes).into_owned()
             }
-            None => self.inner.decode(ids, skip_special).unwrap_or_default(),
+            None => self.library(ids, skip_special),
         }
     }
     /// Whether text is the ids' bytes joined.
@@ -87,19 +96,24 @@ impl Tokenizer {
     pub fn is_special(&self, id: u32) -> bool {
         self.special.get(id as usize).copied().unwrap_or(false)
     }
-    /// The bytes that an id adds to text when it stands alone.
+    /// The bytes that an id adds to text: in a vocabulary of pieces, its piece with `▁` as a blank and `<0x0A>` as that byte.
     pub fn alone(&self, id: u32) -> Vec<u8> {
-        match &self.bytes {
-            Some(_) => self.bytes(id).to_vec(),
-            None => self.inner.decode(&[id], false).unwrap_or_default().into_bytes(),
+        if self.bytes.is_some() {
+            return self.bytes(id).to_vec();
+        }
+        let piece = self.piece(id).unwrap_or_default();
+        let byte = piece.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+        match byte.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
+            Some(byte) => vec![byte],
+            None => piece.replace('▁', " ").into_bytes(),
         }
     }
     /// The token as the vocabulary spells it.
     pub fn piece(&self, id: u32) -> Option<String> {
-        self.inner.id_to_token(id)
+        self.inner.as_ref()?.id_to_token(id)
     }
-    pub fn id(&self, piece: &str) -> Option<u32> {
-        self.inner.token_to_id(piece)
+    fn library(&self, ids: &[u32], skip_special: bool) -> String {
+        self.inner.as_ref().and_then(|inner| inner.decode(ids, skip_special).ok()).unwrap_or_default()
     }
 }
 
@@ -144,7 +158,7 @@ fn byte_alphabet() -> HashMap<char, u8> {
 mod tests {
     use super::*;
 
-    pub fn demo() -> Tokenizer {
+    fn demo() -> Tokenizer {
         Tokenizer::parse(include_bytes!("../../tests/models/shakespeare-dsv2/tokenizer.json")).unwrap()
     }
 
@@ -160,7 +174,7 @@ mod tests {
                 })
                 .collect();
             for skip in [true, false] {
-                assert_eq!(tokenizer.decode(&ids, skip), tokenizer.inner.decode(&ids, skip).unwrap());
+                assert_eq!(tokenizer.decode(&ids, skip), tokenizer.library(&ids, skip));
             }
         }
     }
