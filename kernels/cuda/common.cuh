@@ -130,6 +130,10 @@ DI void fence_system() { __threadfence_system(); }
 DI u32 count_arrival(u32* counter) { return atomicAdd(counter, 1u); }
 DI void add_counter(u32* counter, u32 amount) { atomicAdd(counter, amount); }
 DI void or_bits(u32* word, u32 bits) { atomicOr(word, bits); }
+/* In shared memory; integers, so the order does not matter. */
+DI void add_shared(u32* word, u32 amount) { atomicAdd(word, amount); }
+DI void or_shared(u32* word, u32 bits) { atomicOr(word, bits); }
+DI void xor_shared(u32* word, u32 bits) { atomicXor(word, bits); }
 DI u64 global_time_ns() {
   u64 t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");

@@ -33,12 +33,17 @@ pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
         "attend.cuh",
         "pack.cu",
         "dummy.cu",
+        "fetch.cu",
+        "embed.cu",
         "norm.cu",
         "norm_gemm.cu",
         "gemm_add.cu",
         "norm_gate_up.cu",
+        "gqa_prep.cu",
+        "moe_combine.cu",
         "head.cu",
         "mla_attend.cu",
         "gqa_attend.cu",
+        "feed.cu",
     ]
 }

@@ -3,6 +3,7 @@
 //! Called by `Kernel::unit`. **Invariant:** a name here is the Rust name with its module in front, in capitals.
 
 use crate::entry::{self, header, logit_row, output, record, row, slot};
+use crate::ops::step;
 use crate::{contract, dummy};
 
 pub(super) fn defines() -> String {
@@ -101,6 +102,16 @@ fn numbers() -> Vec<(&'static str, usize)> {
         ("SLOT_FLAG_BIAS", slot::BIAS as usize),
         ("SLOT_FLAG_TRUNCATION", slot::TRUNCATION as usize),
         ("SLOT_FLAG_LOGPROBS", slot::LOGPROBS as usize),
+        ("STEP_WORDS", step::WORDS),
+        ("STEP_FEATURES", step::FEATURES),
+        ("STEP_ROWS", step::ROWS),
+        ("STEP_LOGIT_ROWS", step::LOGIT_ROWS),
+        ("STEP_STEP_LO", step::STEP_LO),
+        ("STEP_STEP_HI", step::STEP_HI),
+        ("STEP_ROUTES_LOCAL", step::ROUTES_LOCAL),
+        ("STEP_ROUTES_REMOTE", step::ROUTES_REMOTE),
+        ("STEP_PAD_ROWS", step::PAD_ROWS),
+        ("STEP_START_NS", step::START_NS),
         ("OUTPUT_HEADER_WORDS", entry::OUTPUT_HEADER_WORDS),
         ("OUTPUT_STEP_LO", output::STEP_LO),
         ("OUTPUT_STEP_HI", output::STEP_HI),

@@ -7,6 +7,7 @@
 mod attend;
 mod constants;
 mod gemm;
+mod step;
 
 use crate::spec::{BufferId, WeightId};
 use crate::{Op, Specs};
@@ -159,6 +160,11 @@ impl Op {
             Op::Head(op) => op.launches(specs, gpu),
             Op::MlaAttend(op) => Ok(vec![op.launch(specs, gpu)?]),
             Op::GqaAttend(op) => Ok(vec![op.launch(specs, gpu)?]),
+            Op::Fetch(op) => op.launches(specs),
+            Op::Feed(op) => op.launches(specs),
+            Op::Embed(op) => op.launches(specs),
+            Op::MoeCombine(op) => op.launches(specs, gpu),
+            Op::GqaPrep(op) => op.launches(specs),
             _ => Err(LaunchError::NoKernel { op: self.name() }),
         }
     }
