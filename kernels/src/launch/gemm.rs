@@ -10,9 +10,9 @@ use crate::spec::{BufferId, Cols, WeightForm, WeightId};
 use crate::{Specs, pack};
 
 /// Threads of a GEMM block: eight warps.
-const BLOCK: u32 = 256;
+pub(super) const BLOCK: u32 = 256;
 /// Most rows whose norm every block repeats.
-const FUSED_ROWS_MAX: usize = 16;
+pub(super) const FUSED_ROWS_MAX: usize = 16;
 /// Most rows whose activations a block of the one-slice form keeps in shared memory.
 const RESIDENT_ROWS_MAX: usize = 32;
 /// Shared memory that a resident block may take: what is left still runs the successor's prologue on small steps.
@@ -145,7 +145,7 @@ pub(super) fn stride(specs: &dyn Specs, buffer: BufferId) -> usize {
     specs.buffer(buffer).shape.iter().skip(1).product()
 }
 
-fn flag(name: &'static str, value: bool) -> (&'static str, String) {
+pub(super) fn flag(name: &'static str, value: bool) -> (&'static str, String) {
     define(name, usize::from(value))
 }
 

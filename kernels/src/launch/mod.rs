@@ -7,6 +7,7 @@
 mod attend;
 mod constants;
 mod gemm;
+mod moe;
 mod step;
 
 use crate::spec::{BufferId, WeightId};
@@ -158,6 +159,9 @@ impl Op {
             Op::GemmAdd(op) => op.launches(specs, gpu),
             Op::NormGateUp(op) => op.launches(specs, gpu),
             Op::Head(op) => op.launches(specs, gpu),
+            Op::MoeGate(op) => op.launches(specs, gpu),
+            Op::MoeUp(op) => Ok(vec![op.launch(specs, gpu)?]),
+            Op::MoeDown(op) => Ok(vec![op.launch(specs, gpu)?]),
             Op::MlaAttend(op) => Ok(vec![op.launch(specs, gpu)?]),
             Op::GqaAttend(op) => Ok(vec![op.launch(specs, gpu)?]),
             Op::Fetch(op) => op.launches(specs),
