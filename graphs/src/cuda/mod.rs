@@ -22,6 +22,7 @@ pub mod nodes;
 pub mod nvrtc;
 pub mod nvtx;
 mod options;
+mod pieces;
 mod prepare;
 mod probe;
 mod program;
