@@ -43,6 +43,8 @@ pub enum FaultKind {
     StartStall,
     /// The capture of bucket N fails.
     CaptureFail,
+    /// A buffer that bucket N's graph names is in no ledger.
+    UnregisteredPointer,
 }
 
 /// Who commits a fault.
@@ -59,7 +61,7 @@ pub enum FaultPlace {
 }
 
 /// Name, place, and what N counts.
-const FAULTS: [(FaultKind, &str, FaultPlace, &str); 15] = [
+const FAULTS: [(FaultKind, &str, FaultPlace, &str); 16] = [
     (FaultKind::EngineError, "engine-error", FaultPlace::Edge, "step"),
     (FaultKind::DeviceStall, "device-stall", FaultPlace::Edge, "step"),
     (FaultKind::NanRow, "nan-row", FaultPlace::Edge, "step"),
@@ -75,6 +77,7 @@ const FAULTS: [(FaultKind, &str, FaultPlace, &str); 15] = [
     (FaultKind::EngineStall, "engine-stall", FaultPlace::Engine, "step"),
     (FaultKind::StartStall, "start-stall", FaultPlace::Start, "rank"),
     (FaultKind::CaptureFail, "capture-fail", FaultPlace::Start, "bucket"),
+    (FaultKind::UnregisteredPointer, "unregistered-pointer", FaultPlace::Start, "bucket"),
 ];
 
 impl FaultKind {

@@ -29,7 +29,7 @@ pub(super) struct Arena {
     workspace: DeviceMemory,
     counters: DeviceMemory,
     /// Buffers that no plan knows: a probe's stamps, a planted fault's copy.
-    extras: Vec<DeviceMemory>,
+    extras: Vec<(String, DeviceMemory)>,
     gpu: Arc<Gpu>,
 }
 
@@ -86,7 +86,7 @@ impl Arena {
         let memory = device(&self.gpu, name, self.specs[like.0 as usize].bytes(), ledger)?;
         zero(&self.gpu, &memory, name)?;
         let address = memory.address;
-        self.extras.push(memory);
+        self.extras.push((name.to_owned(), memory));
         Ok(address)
     }
 
@@ -112,6 +112,11 @@ impl Arena {
     pub fn find(&self, name: &str) -> Option<BufferId> {
         let index = self.specs.iter().position(|spec| spec.name == name)?;
         Some(BufferId(u32::try_from(index).expect("a plan has few buffers")))
+    }
+
+    /// The buffer named `name` that no plan knows.
+    pub fn extra(&self, name: &str) -> Option<&DeviceMemory> {
+        Some(&self.extras.iter().find(|(extra, _)| extra == name)?.1)
     }
 
     pub fn place(&self, id: BufferId) -> &Place {

@@ -14,12 +14,15 @@ use super::modules::Modules;
 use super::nvtx;
 use super::options::{CudaOptions, PrepareReport};
 use super::prepare::{Base, Opened, Resolved};
-use super::program::Program;
+use super::program::{Planned, Program};
 use super::ring::Rings;
+use super::sabotage::Sabotage;
 use super::weights::Weights;
 use crate::device::{BucketFacts, Device, DeviceError, DeviceFacts};
+use crate::fault::Fault;
 use crate::step::{StepInput, StepLimits, StepOutput};
 use slotgraph_kernels::contract;
+use slotgraph_kernels::launch::GpuFacts;
 use std::sync::Arc;
 
 /// Polls without news between two looks at the stream's health.
@@ -31,9 +34,12 @@ pub struct CudaDevice {
     pub(super) graphs: Vec<Graph>,
     pub(super) programs: Vec<Program>,
     pub(super) exchange: Option<HostExchange>,
-    _modules: Modules,
+    pub(super) sabotage: Sabotage,
+    pub(super) modules: Modules,
     pub(super) arena: Arena,
-    _weights: Weights,
+    pub(super) weights: Weights,
+    pub(super) planned: Vec<Planned>,
+    pub(super) facts: GpuFacts,
     pub(super) ledger: Ledger,
     pub(super) rings: Rings,
     pub(super) options: CudaOptions,
@@ -60,15 +66,18 @@ impl CudaDevice {
     pub(super) fn new(resolved: Resolved, graphs: Vec<Graph>) -> CudaDevice {
         let contract_hash = contract_hash(&resolved.base);
         let Resolved { base, modules, weights, arena, programs, exchange, rings } = resolved;
-        let Base { options, gpu, ledger, report, .. } = base;
+        let Base { options, gpu, facts, planned, ledger, report, .. } = base;
         CudaDevice {
             runs: vec![0; programs.len()],
             graphs,
             programs,
             exchange,
-            _modules: modules,
+            sabotage: Sabotage::default(),
+            modules,
             arena,
-            _weights: weights,
+            weights,
+            planned,
+            facts,
             ledger,
             rings,
             options,
@@ -146,18 +155,23 @@ impl CudaDevice {
         error
     }
 
-    fn launch(&mut self, index: usize) -> Result<(), CudaError> {
-        let program = &self.programs[index];
-        if let Some(graph) = self.graphs.get(index) {
+    /// Puts step `step` on the stream: one replay, or every launch.
+    fn launch(&mut self, index: usize, step: u64) -> Result<(), CudaError> {
+        let sabotaged = || format!("committing a fault in step {step}");
+        self.sabotage_before(step).during(sabotaged)?;
+        let (programs, graphs) = self.sabotage.stand_in(step).unwrap_or((&self.programs, &self.graphs));
+        let program = &programs[index];
+        if let Some(graph) = graphs.get(index) {
             let _range = nvtx::range(format_args!("replay/b{}", program.bucket));
             // SAFETY: arena and weights are this device's and outlive its graphs (field order; Drop waits first).
-            return unsafe { graph.launch() }.during(|| format!("replaying the graph of bucket {}", program.bucket));
+            unsafe { graph.launch() }.during(|| format!("replaying the graph of bucket {}", program.bucket))?;
+        } else {
+            for op in 0..program.ops() {
+                let _range = nvtx::is_on().then(|| nvtx::range(program.plan.ops[op].op.name()));
+                program.launch_op(&self.gpu, op, self.exchange.as_mut())?;
+            }
         }
-        for op in 0..program.ops() {
-            let _range = nvtx::is_on().then(|| nvtx::range(program.plan.ops[op].op.name()));
-            program.launch_op(&self.gpu, op, self.exchange.as_mut())?;
-        }
-        Ok(())
+        self.sabotage_after(step).during(sabotaged)
     }
 
     /// That the stream has not failed, and has not run dry without the record.
@@ -178,7 +192,7 @@ impl Device for CudaDevice {
     fn enqueue(&mut self, input: &StepInput) -> Result<(), DeviceError> {
         let index = self.admit(input)?;
         self.gpu.bind().during(|| "enqueueing a step".into()).map_err(|error| self.lose(error))?;
-        self.launch(index).map_err(|error| self.lose(error))?;
+        self.launch(index, input.step).map_err(|error| self.lose(error))?;
         self.enqueued(index);
         Ok(())
     }
@@ -206,6 +220,10 @@ impl Device for CudaDevice {
 
     fn in_flight(&self) -> usize {
         (self.enqueued - self.settled) as usize
+    }
+
+    fn arm(&mut self, fault: Fault) -> bool {
+        self.arm_fault(fault).unwrap_or(false)
     }
 
     fn facts(&self) -> DeviceFacts {

@@ -27,6 +27,7 @@ mod prepare;
 mod probe;
 mod program;
 mod ring;
+mod sabotage;
 mod weights;
 
 pub use arena::ArenaBytes;
@@ -36,7 +37,7 @@ pub use error::{CallError, CudaError, DRIVER_MIN, DRIVER_MIN_RELEASE};
 pub use gpu::{Counters, GpuIdentity};
 pub use graph::GraphReport;
 pub use modules::ModulesReport;
-pub use options::{CudaFault, CudaOptions, FREE_MIN, KV_MARGIN, KvMemory, LibraryReport, MemoryReport, PrepareReport};
+pub use options::{CudaOptions, FREE_MIN, KV_MARGIN, KvMemory, LibraryReport, MemoryReport, PrepareReport};
 pub use prepare::{Allocated, Compiled, Loaded, Opened, Resolved, Warm};
 pub use probe::{NodeInfo, Observer, OpAt, OpTime};
 pub use weights::{Progress, WeightsReport};

@@ -6,6 +6,7 @@ use super::gpu::GpuIdentity;
 use super::graph::GraphReport;
 use super::modules::ModulesReport;
 use super::weights::{Progress, WeightsReport};
+use crate::fault::Fault;
 use crate::plan::RankShape;
 use crate::source::Source;
 use crate::spec::ModelSpec;
@@ -37,8 +38,8 @@ pub struct CudaOptions {
     pub cache: Cache,
     /// Told how far the weights are.
     pub progress: Option<Progress>,
-    /// A planted fault, for canaries.
-    pub fault: Option<CudaFault>,
+    /// A fault to plant while preparing (`capture-fail`, `unregistered-pointer`); others are armed later.
+    pub fault: Option<Fault>,
 }
 
 impl CudaOptions {
@@ -79,17 +80,6 @@ pub enum KvMemory {
 pub const KV_MARGIN: u64 = 512 << 20;
 /// Bytes that must be free once everything was captured.
 pub const FREE_MIN: u64 = 128 << 20;
-
-/// A fault planted in the making of the device; each must be caught by the readiness probe (or fail the start).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CudaFault {
-    /// The residual stream's buffer is left out of the ledger.
-    UnregisteredPointer,
-    /// The capture of the largest bucket does something that a capture forbids.
-    FailedCapture,
-    /// Captured kernels read every row's position from a copy that no step updates.
-    BakedPosition,
-}
 
 impl KvMemory {
     /// Pages of `page_bytes` each, given the free bytes. At most `useful`: more could never be held by the seats.

@@ -15,10 +15,11 @@ use super::libs::Libraries;
 use super::modules::Modules;
 use super::nvrtc::Nvrtc;
 use super::nvtx;
-use super::options::{CudaFault, CudaOptions, FREE_MIN, LibraryReport, PrepareReport};
+use super::options::{CudaOptions, FREE_MIN, LibraryReport, PrepareReport};
 use super::program::{Planned, Program, Work};
 use super::ring::Rings;
 use super::weights::{self, Weights};
+use crate::fault::FaultKind;
 use crate::model;
 use slotgraph_kernels::BufferId;
 use slotgraph_kernels::launch::GpuFacts;
@@ -26,16 +27,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Name of the buffer that `CudaFault::BakedPosition` adds.
-const POSITION_COPY: &str = "fault.position";
-
 /// What every phase carries on.
 pub(super) struct Base {
     pub options: CudaOptions,
     pub gpu: Arc<Gpu>,
     nvrtc: Nvrtc,
     pub facts: GpuFacts,
-    planned: Vec<Planned>,
+    pub planned: Vec<Planned>,
     pub ledger: Ledger,
     pub report: PrepareReport,
 }
@@ -339,40 +337,22 @@ impl Warm {
 
 fn capture_all(resolved: &mut Resolved) -> Result<Vec<Graph>, CudaError> {
     let gpu = resolved.base.gpu.clone();
-    let fault = resolved.base.options.fault;
-    let largest = resolved.programs.len() - 1;
-    let diverted = match fault {
-        Some(CudaFault::BakedPosition) => Some(bake_position(resolved)?),
-        _ => None,
-    };
-    let ledger = match fault {
-        Some(CudaFault::UnregisteredPointer) => resolved.base.ledger.without("x"),
-        _ => resolved.base.ledger.clone(),
+    let planted = |kind: FaultKind, bucket: usize| {
+        resolved.base.options.fault.is_some_and(|fault| fault.kind == kind && fault.at == bucket as u64)
     };
     let mut graphs = Vec::with_capacity(resolved.programs.len());
-    for (index, program) in resolved.programs.iter().enumerate() {
-        let _range = nvtx::range(format_args!("capture/b{}", program.bucket));
-        let inside = || match fault {
-            // Waiting for a stream that is being captured is forbidden and spoils the capture.
-            Some(CudaFault::FailedCapture) if index == largest => gpu.wait(),
-            _ => Ok(()),
+    for program in &resolved.programs {
+        let bucket = program.bucket;
+        let _range = nvtx::range(format_args!("capture/b{bucket}"));
+        // Waiting for a stream that is being captured is forbidden and spoils the capture.
+        let inside = || if planted(FaultKind::CaptureFail, bucket) { gpu.wait() } else { Ok(()) };
+        let ledger = match planted(FaultKind::UnregisteredPointer, bucket) {
+            true => &resolved.base.ledger.without("x"),
+            false => &resolved.base.ledger,
         };
-        graphs.push(match &diverted {
-            Some(programs) => Graph::capture(&gpu, &programs[index], &ledger, inside)?,
-            None => Graph::capture(&gpu, program, &ledger, inside)?,
-        });
+        graphs.push(Graph::capture(&gpu, program, ledger, inside)?);
     }
     Ok(graphs)
-}
-
-/// Programs whose kernels, but for the one that fetches, read positions from a copy that no step updates. The copy is
-/// registered: the audit is not what must catch this.
-fn bake_position(resolved: &mut Resolved) -> Result<Vec<Program>, CudaError> {
-    let copy = resolved.arena.allocate_extra(POSITION_COPY, resolved.rings.position, &mut resolved.base.ledger)?;
-    let diverted = Some((resolved.rings.position, copy));
-    let addresses = StepAddresses { arena: &resolved.arena, weights: &resolved.weights, diverted };
-    let resolve = |planned| Program::resolve(planned, &resolved.modules, &addresses, &resolved.base.facts);
-    resolved.base.planned.iter().map(resolve).collect()
 }
 
 /// Replays every graph once with pad rows, so that the first request meets a warm one; then clears the traces of it.

@@ -5,8 +5,9 @@
 
 use super::arena::Place;
 use super::device::CudaDevice;
-use super::error::{CudaError, During};
+use super::error::{CallError, CudaError, During};
 use super::gpu::fault;
+use super::memory::DeviceMemory;
 use super::nodes::NodeKind;
 use crate::device::{Device, DeviceError};
 use crate::plan::{PlacedOp, Plan};
@@ -69,6 +70,10 @@ impl CudaDevice {
 
     /// Bytes `offset … offset + bytes` of the buffer named `name`. Waits for everything enqueued.
     pub fn read_buffer(&self, name: &str, offset: usize, bytes: usize) -> Result<Vec<u8>, CudaError> {
+        if let Some(memory) = self.arena.extra(name) {
+            in_bounds(name, memory.bytes, offset, bytes, "reading")?;
+            return self.read_device(memory, offset, bytes).during(|| format!("reading {bytes} bytes of {name}"));
+        }
         let id = self.arena.find(name).ok_or_else(|| CudaError::NoBuffer(name.into()))?;
         self.read(id, offset, bytes)
     }
@@ -79,19 +84,13 @@ impl CudaDevice {
     }
 
     fn read(&self, id: BufferId, offset: usize, bytes: usize) -> Result<Vec<u8>, CudaError> {
-        let name = self.bounds(id, offset, bytes, "reading")?;
-        let doing = || format!("reading {bytes} bytes of {name}");
-        self.gpu.bind().and_then(|()| self.gpu.wait()).during(doing)?;
+        let spec = &self.arena.specs[id.0 as usize];
+        in_bounds(&spec.name, spec.bytes(), offset, bytes, "reading")?;
+        let doing = || format!("reading {bytes} bytes of {}", spec.name);
         match self.arena.place(id) {
-            Place::Device(memory) => {
-                let mut out = vec![0u8; bytes];
-                // SAFETY: the range is in bounds (`bounds`); `out` holds `bytes` and is not touched before the wait.
-                unsafe { self.gpu.copy_out(out.as_mut_ptr().cast(), memory.address + offset as u64, bytes) }
-                    .and_then(|()| self.gpu.wait())
-                    .during(doing)?;
-                Ok(out)
-            }
+            Place::Device(memory) => self.read_device(memory, offset, bytes).during(doing),
             Place::Pinned(memory) => {
+                self.gpu.bind().and_then(|()| self.gpu.wait()).during(doing)?;
                 let words: &[u8] = bytemuck::cast_slice(memory.slice(0, memory.count));
                 Ok(words[offset..offset + bytes].to_vec())
             }
@@ -99,14 +98,26 @@ impl CudaDevice {
         }
     }
 
+    /// A range that was found to be in bounds.
+    fn read_device(&self, memory: &DeviceMemory, offset: usize, bytes: usize) -> Result<Vec<u8>, CallError> {
+        assert!(offset + bytes <= memory.bytes, "the caller checked the bounds");
+        let mut out = vec![0u8; bytes];
+        self.gpu.bind()?;
+        // SAFETY: the range is in bounds by the assertion; `out` holds `bytes` and is not touched before the wait.
+        unsafe { self.gpu.copy_out(out.as_mut_ptr().cast(), memory.address + offset as u64, bytes) }?;
+        self.gpu.wait()?;
+        Ok(out)
+    }
+
     /// Overwrites part of a device buffer, after everything enqueued so far.
     pub fn write_buffer(&mut self, name: &str, offset: usize, bytes: &[u8]) -> Result<(), CudaError> {
         let id = self.arena.find(name).ok_or_else(|| CudaError::NoBuffer(name.into()))?;
-        self.bounds(id, offset, bytes.len(), "writing")?;
+        let spec = &self.arena.specs[id.0 as usize];
+        in_bounds(name, spec.bytes(), offset, bytes.len(), "writing")?;
         let Place::Device(memory) = self.arena.place(id) else {
             return Err(CudaError::Unsupported(format!("{name} is a ring: steps are written by enqueueing them")));
         };
-        // SAFETY: the range is in bounds (`bounds`); `bytes` outlives the wait.
+        // SAFETY: the range is in bounds (`in_bounds`); `bytes` outlives the wait.
         self.gpu
             .bind()
             .and_then(|()| unsafe {
@@ -114,15 +125,6 @@ impl CudaDevice {
             })
             .and_then(|()| self.gpu.wait())
             .during(|| format!("writing {} bytes of {name}", bytes.len()))
-    }
-
-    fn bounds(&self, id: BufferId, offset: usize, bytes: usize, verb: &str) -> Result<&str, CudaError> {
-        let spec = &self.arena.specs[id.0 as usize];
-        if offset.checked_add(bytes).is_none_or(|end| end > spec.bytes()) {
-            let what = format!("{verb} {bytes} bytes from {offset}");
-            return Err(CudaError::OutOfBounds { name: spec.name.clone(), what, bytes: spec.bytes() });
-        }
-        Ok(&spec.name)
     }
 
     /// Runs one step op by op, waiting after each, whatever the device's mode. Nothing else may be in flight.
@@ -241,4 +243,16 @@ impl CudaDevice {
         self.lose(DeviceError::Lost(text));
         error
     }
+}
+
+/// That `bytes` bytes from `offset` lie in the `held` bytes of buffer `name`.
+fn in_bounds(name: &str, held: usize, offset: usize, bytes: usize, verb: &str) -> Result<(), CudaError> {
+    if offset.checked_add(bytes).is_some_and(|end| end <= held) {
+        return Ok(());
+    }
+    Err(CudaError::OutOfBounds {
+        name: name.to_owned(),
+        what: format!("{verb} {bytes} bytes from {offset}"),
+        bytes: held,
+    })
 }

@@ -21,6 +21,8 @@ pub(super) struct Rings {
     ended: BufferId,
     /// `[R]`, each row's position.
     pub position: BufferId,
+    /// `[S, pages_per_slot]`, the block tables.
+    pub pages: BufferId,
     entries: usize,
     entry_words: usize,
     output_words: usize,
@@ -39,6 +41,7 @@ impl Rings {
             output: feed.output_ring,
             ended: fetch.slots.ended,
             position: fetch.rows.position,
+            pages: fetch.slots.pages,
             entries: limits.ring_entries(),
             entry_words: layout.entry_words(),
             output_words: layout.output_words(),
