@@ -120,7 +120,10 @@ impl CpuDevice {
         }?;
         let weights = shared.gather(&largest.weights)?;
 
-        let mut memory = CpuMemory::new(precision, &largest.buffers, weights);
+        // The CPU references work in their own scratch; a plan's is a GPU's.
+        let mut buffers = largest.buffers.clone();
+        buffers.iter_mut().filter(|spec| spec.role == Role::Scratch).for_each(|spec| spec.shape[0] = 0);
+        let mut memory = CpuMemory::new(precision, &buffers, weights);
         memory.compute_padding = options.compute_padding;
         memory.exchange = peers;
         let (Some(Op::Fetch(fetch)), Some(Op::Feed(feed))) =
@@ -305,7 +308,7 @@ impl Device for CpuDevice {
             contract_hash: contract_hash(self.memory.precision),
             ledger_hash: String::new(),
             graph_bytes: 0,
-            arena_bytes: held(&|role| role != Role::Kv),
+            arena_bytes: held(&|role| !matches!(role, Role::Kv | Role::Scratch)),
             kv_bytes: held(&|role| role == Role::Kv),
             weight_bytes: self.memory.weights.iter().map(|weight| weight.bytes() as u64).sum(),
             buckets: buckets

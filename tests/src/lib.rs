@@ -3,6 +3,7 @@
 //! Used by the files in `tests/`; nothing depends on it.
 #![forbid(unsafe_code)]
 
+pub mod cpu;
 pub mod drive;
 pub mod oracle;
 pub mod rig;

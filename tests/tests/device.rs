@@ -1,78 +1,17 @@
 //! The CPU device, driven step by step without an engine: against the oracle, and against itself in every bucket, packing,
 //! launch-ahead, thread count and rank count.
 
-use slotgraph_graphs::cpu::{CpuDevice, CpuOptions, Loaded, SharedWeights};
-use slotgraph_graphs::device::{Device, DeviceError};
+use slotgraph_graphs::cpu::{CpuDevice, Loaded, SharedWeights};
+use slotgraph_graphs::device::Device;
 use slotgraph_graphs::exchange::MemoryExchange;
-use slotgraph_graphs::fault::{Fault, FaultDevice};
 use slotgraph_graphs::plan::RankShape;
-use slotgraph_graphs::source::Source;
-use slotgraph_graphs::spec::ModelSpec;
-use slotgraph_graphs::step::{Record, StepLimits, StepOutput};
+use slotgraph_graphs::step::StepLimits;
 use slotgraph_kernels::{Op, Precision};
-use slotgraph_runtime::checkpoint::Checkpoint;
+use slotgraph_tests::cpu::{DEFAULT, Model, alone, asks, demo, reference, said};
 use slotgraph_tests::drive::{self, Ask, Drive, Packing};
-use slotgraph_tests::{MODELS, model, oracle};
-use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
-
-const DEFAULT: Packing = Packing { chunk: 32, bucket_min: 1 };
-
-struct Model {
-    spec: ModelSpec,
-    source: Arc<dyn Source>,
-}
-
-impl Model {
-    fn open(name: &str) -> Model {
-        let checkpoint = Checkpoint::open(&model(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
-        Model { source: checkpoint.source(), spec: checkpoint.spec }
-    }
-
-    /// A device of one rank with `change`d options.
-    fn device<'a>(&'a self, limits: &'a StepLimits, change: impl FnOnce(&mut CpuOptions<'a>)) -> CpuDevice {
-        let mut options = CpuOptions::new(&self.spec, limits, &*self.source);
-        change(&mut options);
-        CpuDevice::prepare(options).unwrap_or_else(|error| panic!("{error}"))
-    }
-}
-
-fn demo() -> &'static Model {
-    static DEMO: OnceLock<Model> = OnceLock::new();
-    DEMO.get_or_init(|| Model::open("shakespeare-dsv2"))
-}
-
-/// What `asks` say on `device`.
-fn said(device: &mut dyn Device, limits: &StepLimits, packing: Packing, asks: &[Ask]) -> Vec<Vec<String>> {
-    bits(&Drive::new(limits).run(device, packing, asks))
-}
-
-/// Prompts of uneven lengths from the oracle, some of them longer than a page.
-fn asks(tokens: usize) -> Vec<Ask> {
-    let cases = oracle::cases("dsv2");
-    cases.iter().filter(|case| case.prompt_ids.len() <= 160).map(|case| Ask::greedy(&case.prompt_ids, tokens)).collect()
-}
-
-/// Everything in a record, floats by their bits.
-fn bits(records: &[Vec<Record>]) -> Vec<Vec<String>> {
-    let line = |record: &Record| {
-        let top: Vec<(u32, u32)> = record.top.iter().map(|&(id, logprob)| (id, logprob.to_bits())).collect();
-        format!("{} {} {:08x} {} {top:x?}", record.position, record.token, record.logprob.to_bits(), record.rank)
-    };
-    records.iter().map(|records| records.iter().map(line).collect()).collect()
-}
-
-fn alone(precision: Precision) -> Vec<Vec<String>> {
-    let limits = drive::limits(1, 0);
-    let mut device = demo().device(&limits, |options| options.precision = precision);
-    said(&mut device, &limits, DEFAULT, &asks(12))
-}
-
-/// What the demo model says one request at a time, in fp32.
-fn reference() -> &'static [Vec<String>] {
-    static ALONE: OnceLock<Vec<Vec<String>>> = OnceLock::new();
-    ALONE.get_or_init(|| alone(Precision::Oracle))
-}
+use slotgraph_tests::{MODELS, oracle};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 #[test]
 fn first_logits_and_tokens_are_the_oracles() {
@@ -211,19 +150,17 @@ fn ranks_share_the_weights_that_are_equal() {
 }
 
 #[test]
-fn a_lost_rank_is_named_by_the_others() {
-    let limits = drive::limits(1, 0);
-    let exchange = MemoryExchange::new(2, Duration::from_secs(60));
-    let rank = |rank: usize| {
-        demo().device(&limits, |options| {
-            options.rank = RankShape { rank, ranks: 2 };
-            options.peers = Some(exchange.clone());
-        })
-    };
-    let mut waiting = rank(0);
-    drop(rank(1));
-    let step = Drive::new(&limits).first_step(DEFAULT, &Ask::greedy(&[0, 5, 9], 2));
-    let error = waiting.enqueue(&step).unwrap_err();
-    assert_eq!(error.to_string(), "rank 1 left the exchange: its device was dropped");
-    assert!(matches!(waiting.poll(&mut StepOutput::default()), Err(DeviceError::Lost(_))), "it stays lost");
+fn the_demo_model_is_small_and_quick_to_prepare() {
+    let limits = drive::limits(16, 1);
+    let start = Instant::now();
+    let device = demo().device(&limits, |_| {});
+    let took = start.elapsed();
+    let facts = device.facts();
+    let mb = |bytes: u64| bytes as f64 / 1e6;
+    let (weights, kv, arena) = (mb(facts.weight_bytes), mb(facts.kv_bytes), mb(facts.arena_bytes));
+    println!("prepared in {took:?}: weights {weights:.1} MB, cache {kv:.1} MB, arena {arena:.1} MB");
+    assert!(weights <= 60.0);
+    assert_eq!((facts.kind.as_str(), facts.mode.as_str(), facts.precision.as_str()), ("cpu", "interpreted", "oracle"));
+    assert_eq!(facts.contract_hash.len(), 64);
+    assert_eq!(facts.buckets.iter().map(|bucket| bucket.bucket).collect::<Vec<_>>(), limits.buckets);
 }

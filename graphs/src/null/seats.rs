@@ -218,7 +218,11 @@ impl Seats {
         seat.next = Some((token, position + 1));
         let ended = end_reason(seat, eos_ids, drawn, token, position, self.context);
         seat.ended = ended.is_some();
-        Ok(Record { ended, ..self.record(row, position, token, false) })
+        let mut record = Record { ended, ..self.record(row, position, token, false) };
+        if drawn == Drawn::Nan {
+            record.top.clear();
+        }
+        Ok(record)
     }
 
     fn record(&self, row: &RowInput, position: u32, token: u32, scored: bool) -> Record {
