@@ -100,7 +100,7 @@ pub async fn run(args: &Args) -> Result<Outcome, ProbeError> {
         "concurrency": args.rate.is_none().then_some(args.concurrency), "rate": args.rate, "repeats": args.repeats,
     });
     draft.seed = args.load.seed;
-    describe_server(&mut draft, &target);
+    describe_server(&mut draft, &target).await;
 
     let warm = args.load.requests(&target, "warm", 0, args.load.warmup);
     load::run(&target.server, &warm, Arrivals::Closed(args.load.warmup.max(1)), args.load.timeout()).await;
@@ -125,8 +125,8 @@ pub async fn run(args: &Args) -> Result<Outcome, ProbeError> {
 }
 
 /// The contract hash and start-up record of the server, where it tells them.
-pub fn describe_server(draft: &mut Draft, target: &Target) {
-    draft.startup = target.startup();
+pub async fn describe_server(draft: &mut Draft, target: &Target) {
+    draft.startup = target.startup().await;
     if let Some(hash) = draft.startup.pointer("/ranks/0/device/contract_hash").and_then(Value::as_str) {
         draft.contract_hash = hash.into();
     }

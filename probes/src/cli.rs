@@ -2,7 +2,7 @@
 
 use crate::evidence::Evidence;
 use crate::harness::raise_descriptor_limit;
-use crate::{bench_decode, bench_http, combine, manifest, plan, reliability, replay, slo};
+use crate::{bench_decode, bench_http, combine, manifest, matrix, plan, reliability, replay, slo, soak};
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -27,9 +27,11 @@ enum Command {
     Combine(combine::Args),
     HttpReliability(reliability::Args),
     Manifest(manifest::Args),
+    Matrix(matrix::Args),
     Plan(plan::Args),
     Replay(replay::Args),
     Slo(slo::Args),
+    Soak(soak::Args),
 }
 
 /// What a probe hands back.
@@ -59,8 +61,10 @@ pub fn main() -> ExitCode {
         Command::Combine(args) => combine::run(args),
         Command::HttpReliability(args) => over_http(reliability::run(args)),
         Command::Manifest(args) => manifest::run(args),
+        Command::Matrix(args) => over_http(matrix::run(args)),
         Command::Plan(args) => plan::run(args),
         Command::Replay(args) => replay::run(args),
+        Command::Soak(args) => over_http(soak::run(args)),
         Command::Slo(args) => over_http(slo::run(args)),
     };
     match outcome.and_then(|outcome| deliver(outcome, cli.out.as_deref())) {

@@ -218,11 +218,11 @@ impl Target {
         self.log().lines().last().unwrap_or_default().into()
     }
 
-    /// The start-up record that the server printed.
-    pub fn startup(&self) -> Value {
-        let record = |line: &str| serde_json::from_str::<Value>(line.get(line.find('{')?..)?).ok();
-        let is_startup = |value: &Value| value["tag"] == slotgraph_runtime::startup::TAG;
-        self.log().lines().filter_map(record).find(is_startup).unwrap_or_default()
+    /// The server's start-up record.
+    pub async fn startup(&self) -> Value {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let answer = self.server.get("/debug/graphs", deadline).await;
+        answer.ok().and_then(|answer| answer.json().ok()).map(|body| body["startup"].clone()).unwrap_or_default()
     }
 
     /// Traces by request id, of ids that start with this run's mark.
@@ -277,6 +277,64 @@ impl Target {
     }
 }
 
+/// The traces of a running server, read as they are written.
+pub struct TraceTail {
+    file: PathBuf,
+    offset: u64,
+    /// By request id, since the last `forget`.
+    seen: HashMap<String, Map<String, Value>>,
+}
+
+impl TraceTail {
+    pub fn of(target: &Target) -> Result<TraceTail, ProbeError> {
+        let missing =
+            || ProbeError::Usage("--trace-file: a long run needs the file that the server writes its traces to".into());
+        let file = target.trace_file.clone().ok_or_else(missing)?;
+        let offset = std::fs::metadata(&file).map_or(0, |meta| meta.len());
+        Ok(TraceTail { file, offset, seen: HashMap::new() })
+    }
+
+    pub fn get(&self, id: &str) -> Option<&Map<String, Value>> {
+        self.seen.get(id)
+    }
+
+    /// Waits until every id was seen; returns those that were not.
+    pub async fn await_all(&mut self, ids: &[String], limit: Duration) -> Result<Vec<String>, ProbeError> {
+        let until = Instant::now() + limit;
+        loop {
+            self.read().map_err(|e| ProbeError::Failed(format!("{}: {e}", self.file.display())))?;
+            let missing: Vec<String> = ids.iter().filter(|id| !self.seen.contains_key(*id)).cloned().collect();
+            if missing.is_empty() || Instant::now() > until {
+                return Ok(missing);
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// Drops what was seen: the next requests have other ids.
+    pub fn forget(&mut self) {
+        self.seen.clear();
+    }
+
+    /// Reads whole lines that are new.
+    fn read(&mut self) -> std::io::Result<()> {
+        use std::io::{Read, Seek, SeekFrom};
+        let mut file = std::fs::File::open(&self.file)?;
+        file.seek(SeekFrom::Start(self.offset))?;
+        let mut text = Vec::new();
+        file.read_to_end(&mut text)?;
+        let whole = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+        self.offset += whole as u64;
+        for line in String::from_utf8_lossy(&text[..whole]).lines() {
+            if let Some(record) = parse_trace(line) {
+                let id = record.get("request_id").and_then(Value::as_str).unwrap_or_default().to_string();
+                self.seen.insert(id, record);
+            }
+        }
+        Ok(())
+    }
+}
+
 fn failed(error: ClientError) -> ProbeError {
     ProbeError::Failed(error.to_string())
 }
@@ -295,8 +353,11 @@ fn unix_nanos() -> u64 {
 /// Every trace line of a file; lines that are no traces are passed over.
 pub fn read_traces(file: &Path) -> std::io::Result<Vec<Map<String, Value>>> {
     let text = std::fs::read_to_string(file)?;
-    let parse = |line: &str| untagged(serde_json::from_str(line.get(line.find('{')?..)?).ok()?);
-    Ok(text.lines().filter_map(parse).collect())
+    Ok(text.lines().filter_map(parse_trace).collect())
+}
+
+fn parse_trace(line: &str) -> Option<Map<String, Value>> {
+    untagged(serde_json::from_str(line.get(line.find('{')?..)?).ok()?)
 }
 
 /// The record inside `{"slotgraph_http_trace": {…}}`, or the record itself.

@@ -28,6 +28,9 @@ pub struct Args {
     /// Only these scenarios [default: all].
     #[arg(long, value_delimiter = ',')]
     scenario: Vec<String>,
+    /// Requests that the server lets wait; a server that the probe starts is told so.
+    #[arg(long, default_value_t = 1024)]
+    max_queue: usize,
     /// Clients of the reset storm.
     #[arg(long, default_value_t = 1000)]
     storm: usize,
@@ -116,7 +119,8 @@ pub struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     async fn open(args: &'a Args, more: &[&str]) -> Result<Bench<'a>, ProbeError> {
-        let target = args.target.open(more).await?;
+        let max_queue = args.max_queue.to_string();
+        let target = args.target.open(&[&["--max-queue", &max_queue], more].concat()).await?;
         let mut bench = Bench { target, args, quiet: Baseline::default(), slots: 0, canary: String::new() };
         bench.slots = bench.scrape().await?.sum("slotgraph_slots", &[]) as usize;
         if bench.slots == 0 {
@@ -264,7 +268,7 @@ pub async fn run(args: &Args) -> Result<Outcome, ProbeError> {
         Claim::of(Label::Reliability),
     );
     let mut bench = Bench::open(args, &[]).await?;
-    describe_server(&mut draft, &bench.target);
+    describe_server(&mut draft, &bench.target).await;
     draft.config = json!({
         "target": args.target.config(), "model": bench.target.model, "storm": args.storm,
         "collapse_ms": args.collapse_ms, "slots": bench.slots,

@@ -119,7 +119,7 @@ pub async fn run(args: &Args) -> Result<Outcome, ProbeError> {
     draft.config = json!({
         "target": args.target.config(), "model": target.model, "repeats": args.repeats, "scale": args.scale, "budget": budget,
     });
-    describe_server(&mut draft, &target);
+    describe_server(&mut draft, &target).await;
     let chosen: Vec<(&String, &Profile)> =
         budget.profiles.iter().filter(|(name, _)| args.profile.is_empty() || args.profile.contains(name)).collect();
     let mut rows = Vec::new();

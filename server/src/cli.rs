@@ -95,9 +95,9 @@ struct Http {
     drain_timeout: Option<String>,
 }
 
-/// What `serve` and `generate` share.
-#[derive(Debug, Default, Args)]
-struct Engine {
+/// What `serve`, `generate` and the probes share.
+#[derive(Clone, Debug, Default, Args)]
+pub struct Engine {
     /// auto, cpu or cuda [default: auto]
     #[arg(long, env = "SLOTGRAPH_DEVICE")]
     device: Option<String>,
@@ -260,7 +260,7 @@ impl Generate {
 }
 
 impl Engine {
-    fn settings(&self) -> Settings {
+    pub fn settings(&self) -> Settings {
         Settings {
             device: self.device.clone(),
             cuda_graph: if self.enforce_eager { Some("off".into()) } else { self.cuda_graph.clone() },

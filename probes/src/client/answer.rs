@@ -60,6 +60,8 @@ pub struct Completion {
     pub text: String,
     /// Generated ids, when the server was asked for them.
     pub token_ids: Vec<u32>,
+    /// Logprobs of the generated tokens, when the server was asked for them.
+    pub logprobs: Vec<f64>,
     pub finish_reason: Option<String>,
     pub prompt_tokens: u64,
     pub completion_tokens: u64,
@@ -79,6 +81,7 @@ impl Completion {
             error: None,
             text: String::new(),
             token_ids: Vec::new(),
+            logprobs: Vec::new(),
             finish_reason: None,
             prompt_tokens: 0,
             completion_tokens: 0,
@@ -224,6 +227,8 @@ impl Completion {
         let ids = choice.get("token_ids").and_then(Value::as_array);
         let before = self.token_ids.len();
         self.token_ids.extend(ids.into_iter().flatten().filter_map(Value::as_u64).map(|id| id as u32));
+        let logprobs = choice.pointer("/logprobs/token_logprobs").and_then(Value::as_array);
+        self.logprobs.extend(logprobs.into_iter().flatten().filter_map(Value::as_f64));
         // An event without ids counts by its text; with ids, by them (a token may decode to no text yet).
         if self.token_ids.len() > before || (ids.is_none() && !text.is_empty()) {
             self.arrivals.push(at);

@@ -49,7 +49,7 @@ pub async fn active_cap(bench: &Bench<'_>) -> Result<Report, ProbeError> {
     const NAME: &str = "overload_active_cap";
     const EXTRA: usize = 50;
     let mut report = Report::new(NAME);
-    let queue = bench.target.startup().get("max_queue").and_then(Value::as_u64).unwrap_or(1024) as usize;
+    let queue = bench.args.max_queue;
     let holders = Holders::seat(bench, NAME).await?;
     let queued: Vec<LoadRequest> = (0..queue).map(|number| bench.request(NAME, number, 4, 2, Leave::Never)).collect();
     let (server, timeout) = (bench.target.server.clone(), bench.timeout());
