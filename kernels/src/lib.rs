@@ -47,6 +47,7 @@ pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
         "moe_up.cu",
         "moe_down.cu",
         "mla_attend.cu",
+        "sample.cu",
         "gqa_attend.cu",
         "feed.cu",
     ]

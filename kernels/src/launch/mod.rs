@@ -8,6 +8,7 @@ mod attend;
 mod constants;
 mod gemm;
 mod moe;
+mod sample;
 mod step;
 
 use crate::spec::{BufferId, WeightId};
@@ -159,6 +160,7 @@ impl Op {
             Op::GemmAdd(op) => op.launches(specs, gpu),
             Op::NormGateUp(op) => op.launches(specs, gpu),
             Op::Head(op) => op.launches(specs, gpu),
+            Op::Sample(op) => Ok(vec![op.launch(specs, gpu)?]),
             Op::MoeGate(op) => op.launches(specs, gpu),
             Op::MoeUp(op) => Ok(vec![op.launch(specs, gpu)?]),
             Op::MoeDown(op) => Ok(vec![op.launch(specs, gpu)?]),
