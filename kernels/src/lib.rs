@@ -40,6 +40,8 @@ pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
         "norm_gemm.cu",
         "gemm_add.cu",
         "norm_gate_up.cu",
+        "mla_prep.cu",
+        "mla_uv.cu",
         "gqa_prep.cu",
         "moe_combine.cu",
         "head.cu",

@@ -7,6 +7,7 @@
 mod attend;
 mod constants;
 mod gemm;
+mod mla;
 mod moe;
 mod sample;
 mod step;
@@ -167,6 +168,8 @@ impl Op {
             Op::MlaAttend(op) => Ok(vec![op.launch(specs, gpu)?]),
             Op::GqaAttend(op) => Ok(vec![op.launch(specs, gpu)?]),
             Op::Fetch(op) => op.launches(specs),
+            Op::MlaPrep(op) => op.launches(specs),
+            Op::MlaUv(op) => op.launches(specs),
             Op::Feed(op) => op.launches(specs),
             Op::Embed(op) => op.launches(specs),
             Op::MoeCombine(op) => op.launches(specs, gpu),
