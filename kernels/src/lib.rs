@@ -52,5 +52,6 @@ pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
         "sample.cu",
         "gqa_attend.cu",
         "feed.cu",
+        "stamp.cu",
     ]
 }

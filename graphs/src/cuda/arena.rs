@@ -81,9 +81,9 @@ impl Arena {
         Ok(())
     }
 
-    /// Allocates a zeroed buffer as large as `like` that no plan knows, and gives its address.
-    pub fn allocate_extra(&mut self, name: &str, like: BufferId, ledger: &mut Ledger) -> Result<u64, CudaError> {
-        let memory = device(&self.gpu, name, self.specs[like.0 as usize].bytes(), ledger)?;
+    /// Allocates a zeroed buffer that no plan knows, and gives its address.
+    pub fn allocate_extra(&mut self, name: &str, bytes: usize, ledger: &mut Ledger) -> Result<u64, CudaError> {
+        let memory = device(&self.gpu, name, bytes, ledger)?;
         zero(&self.gpu, &memory, name)?;
         let address = memory.address;
         self.extras.push((name.to_owned(), memory));
@@ -177,8 +177,8 @@ impl Addresses for StepAddresses<'_> {
             Arg::Weight(id) => Some(self.weights.address(id)),
             Arg::Workspace => Some(self.arena.workspace.address),
             Arg::Counters => Some(self.arena.counters.address),
-            // Peer scratch comes with the P2P transport; staging belongs to the weights' upload.
-            Arg::Peers | Arg::Staging | Arg::Packed | Arg::U32(_) | Arg::U64(_) => None,
+            // Peer scratch comes with the P2P transport; the rest belongs to other launches.
+            Arg::Peers | Arg::Staging | Arg::Packed | Arg::Stamps | Arg::U32(_) | Arg::U64(_) => None,
         }
     }
 }

@@ -17,6 +17,7 @@ use super::prepare::{Base, Opened, Resolved};
 use super::program::{Planned, Program};
 use super::ring::Rings;
 use super::sabotage::Sabotage;
+use super::timing::Stamped;
 use super::weights::Weights;
 use crate::device::{BucketFacts, Device, DeviceError, DeviceFacts};
 use crate::fault::Fault;
@@ -34,6 +35,7 @@ pub struct CudaDevice {
     pub(super) graphs: Vec<Graph>,
     pub(super) programs: Vec<Program>,
     pub(super) exchange: Option<HostExchange>,
+    pub(super) stamped: Option<Stamped>,
     pub(super) sabotage: Sabotage,
     pub(super) modules: Modules,
     pub(super) arena: Arena,
@@ -72,6 +74,7 @@ impl CudaDevice {
             graphs,
             programs,
             exchange,
+            stamped: None,
             sabotage: Sabotage::default(),
             modules,
             arena,

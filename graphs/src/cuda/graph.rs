@@ -58,13 +58,37 @@ impl Graph {
     ) -> Result<Graph, CudaError> {
         let bucket = program.bucket;
         let refused = |reason: String| CudaError::Graph { bucket, reason };
+        let mut graph = Graph::record(gpu, bucket, || {
+            program.launch(gpu)?;
+            inside().during(|| "inside the capture".into())
+        })?;
+        // SAFETY: the graph is live, and its context is current (it was captured on this thread).
+        graph.walk = unsafe { walk(graph.graph) }.during(|| format!("walking the graph of bucket {bucket}"))?;
+        graph.report.edges = graph.walk.edges.len();
+        graph.report.programmatic_edges = graph.walk.edges.iter().filter(|(_, _, programmatic)| *programmatic).count();
+        compare(&graph.walk, program).map_err(refused)?;
+        graph.report.audit = audit(&graph.walk.nodes, ledger, is_foreign, is_memory);
+        graph.report.ledger_hash = ledger.hash();
+        match graph.report.audit.refusal() {
+            Some(reason) => Err(refused(reason)),
+            None => Ok(graph),
+        }
+    }
+
+    /// Captures what `work` puts on the stream. The capture is ended whatever `work` does.
+    pub fn record(
+        gpu: &Arc<Gpu>,
+        bucket: usize,
+        work: impl FnOnce() -> Result<(), CudaError>,
+    ) -> Result<Graph, CudaError> {
+        let refused = |reason: String| CudaError::Graph { bucket, reason };
         let start = Instant::now();
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         count(&gpu.counters.captures);
         // SAFETY: the stream is live, not the default stream, and nothing else captures on it.
         check("cuStreamBeginCapture_v2", unsafe { sys::cuStreamBeginCapture_v2(gpu.raw_stream(), mode) })
             .map_err(|error| refused(format!("its capture did not begin: {error}")))?;
-        let launched = program.launch(gpu).and_then(|()| inside().during(|| "inside the capture".into()));
+        let launched = work();
         let mut handle: sys::CUgraph = std::ptr::null_mut();
         // SAFETY: the stream is the one whose capture was begun on this thread; `handle` is a live pointer.
         let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(gpu.raw_stream(), &raw mut handle) });
@@ -78,19 +102,7 @@ impl Graph {
         });
         launched.map_err(|error| refused(format!("a launch failed in its capture: {error}")))?;
         ended.map_err(|error| refused(format!("its capture failed: {error}")))?;
-        let mut graph = owned.ok_or_else(|| refused("its capture gave no graph".into()))?;
-
-        // SAFETY: the graph is live, and its context is current (it was captured on this thread).
-        graph.walk = unsafe { walk(graph.graph) }.during(|| format!("walking the graph of bucket {bucket}"))?;
-        graph.report.edges = graph.walk.edges.len();
-        graph.report.programmatic_edges = graph.walk.edges.iter().filter(|(_, _, programmatic)| *programmatic).count();
-        compare(&graph.walk, program).map_err(&refused)?;
-        graph.report.audit = graph.audit(ledger);
-        graph.report.ledger_hash = ledger.hash();
-        match graph.report.audit.refusal() {
-            Some(reason) => Err(refused(reason)),
-            None => Ok(graph),
-        }
+        owned.ok_or_else(|| refused("its capture gave no graph".into()))
     }
 
     /// Makes the graph launchable and puts it on the device.
@@ -124,11 +136,6 @@ impl Graph {
         count(&self.gpu.counters.replays);
         // SAFETY: the executable graph and the stream are live; the caller vouches for the memory.
         check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.exec, self.gpu.raw_stream()) })
-    }
-
-    /// Audits the nodes as they were walked at capture.
-    pub fn audit(&self, ledger: &Ledger) -> Audit {
-        audit(&self.walk.nodes, ledger, is_foreign, is_memory)
     }
 
     /// Walks the graph again and audits what is there now: a recheck compares the two digests.

@@ -83,6 +83,22 @@ impl Call {
     /// The memory that the arguments name is live until the launch (and every replay of its capture) has run, and is as
     /// large as the kernel's header says for these arguments.
     pub unsafe fn launch(&self, gpu: &Gpu) -> Result<(), CallError> {
+        // SAFETY: passed on.
+        unsafe { self.issue(gpu, self.programmatic) }
+    }
+
+    /// `launch` without a programmatic edge: it waits for everything before it.
+    ///
+    /// # Safety
+    /// As for `launch`.
+    pub unsafe fn launch_alone(&self, gpu: &Gpu) -> Result<(), CallError> {
+        // SAFETY: passed on.
+        unsafe { self.issue(gpu, false) }
+    }
+
+    /// # Safety
+    /// As for `launch`.
+    unsafe fn issue(&self, gpu: &Gpu, programmatic: bool) -> Result<(), CallError> {
         count(&gpu.counters.launches);
         let mut attributes = [sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,
@@ -90,7 +106,7 @@ impl Call {
             value: sys::CUlaunchAttributeValue { pad: [0; 64] },
         }; 2];
         let mut used = 0;
-        if self.programmatic {
+        if programmatic {
             attributes[used].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
             attributes[used].value.programmaticStreamSerializationAllowed = 1;
             used += 1;

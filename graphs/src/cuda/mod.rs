@@ -28,6 +28,7 @@ mod probe;
 mod program;
 mod ring;
 mod sabotage;
+mod timing;
 mod weights;
 
 pub use arena::ArenaBytes;
@@ -39,7 +40,8 @@ pub use graph::GraphReport;
 pub use modules::ModulesReport;
 pub use options::{CudaOptions, FREE_MIN, KV_MARGIN, KvMemory, LibraryReport, MemoryReport, PrepareReport};
 pub use prepare::{Allocated, Compiled, Loaded, Opened, Resolved, Warm};
-pub use probe::{NodeInfo, Observer, OpAt, OpTime};
+pub use probe::{NodeInfo, Observer, OpAt};
+pub use timing::{NodeTimes, OpTime};
 pub use weights::{Progress, WeightsReport};
 
 #[cfg(test)]

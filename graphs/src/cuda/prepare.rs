@@ -22,7 +22,7 @@ use super::weights::{self, Weights};
 use crate::fault::FaultKind;
 use crate::model;
 use slotgraph_kernels::BufferId;
-use slotgraph_kernels::launch::GpuFacts;
+use slotgraph_kernels::launch::{self, GpuFacts};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -152,7 +152,8 @@ impl Opened {
         let mut modules = Modules::default();
         base.phase("nvrtc", |base| {
             let packing = weights::launches(&base.planned[0].plan.weights, &*base.options.source);
-            let launches = base.planned.iter().flat_map(Planned::launches).chain(&packing);
+            let stamp = launch::stamp(0);
+            let launches = base.planned.iter().flat_map(Planned::launches).chain(&packing).chain([&stamp]);
             modules.load(launches, &base.nvrtc, &base.options.cache, &base.gpu)
         })?;
         Ok(Compiled { base, modules })

@@ -1,18 +1,16 @@
-//! What the probes may do to a prepared device: read and write any buffer, step op by op, time ops, and name every node.
+//! What the probes may do to a prepared device: read and write any buffer, step op by op, and name every node.
 //!
-//! Used by `--check-ops`, attribution, graph-dump and the poison tests; never by serving. Everything here waits for the stream.
+//! Used by `--check-ops`, graph-dump and the poison tests; never by serving. Everything here waits for the stream.
 //! **Invariant:** a step run here is the same calls as an eager step, with nothing between them but waits and reads.
 
 use super::arena::Place;
 use super::device::CudaDevice;
 use super::error::{CallError, CudaError, During};
-use super::gpu::fault;
 use super::memory::DeviceMemory;
 use super::nodes::NodeKind;
 use crate::device::{Device, DeviceError};
 use crate::plan::{PlacedOp, Plan};
 use crate::step::{StepInput, StepOutput};
-use cudarc::driver::sys::CUevent_flags;
 use slotgraph_kernels::{BufferId, BufferSpec, Specs};
 
 /// An op of the step that is being run.
@@ -29,15 +27,6 @@ pub trait Observer {
     fn before(&mut self, at: OpAt<'_>, device: &CudaDevice) -> Result<(), CudaError>;
     /// The op has run; an error stops the step and loses the device.
     fn after(&mut self, at: OpAt<'_>, device: &CudaDevice) -> Result<(), CudaError>;
-}
-
-/// Time of one op of an eager step, by events before and after.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
-pub struct OpTime {
-    pub index: usize,
-    pub op: &'static str,
-    pub layer: Option<usize>,
-    pub us: f64,
 }
 
 /// A node of a captured graph: which op launched it and which buffers it was given.
@@ -147,35 +136,6 @@ impl CudaDevice {
         observer.after(OpAt { index: op, placed: &program.plan.ops[op], plan: &program.plan }, self)
     }
 
-    /// Runs one step op by op with an event around each, and waits once at the end.
-    pub fn time_ops(&mut self, input: &StepInput) -> Result<(StepOutput, Vec<OpTime>), CudaError> {
-        let index = self.admit_alone(input)?;
-        let times = self.timed_launches(index).map_err(|error| self.lose_with(error))?;
-        Ok((self.settle_alone(index, input.step)?, times))
-    }
-
-    fn timed_launches(&mut self, index: usize) -> Result<Vec<OpTime>, CudaError> {
-        let program = &self.programs[index];
-        let stream = self.gpu.stream.clone();
-        let mark = || {
-            let timed = CUevent_flags::CU_EVENT_DEFAULT;
-            stream.record_event(Some(timed)).map_err(fault("cuEventRecord")).during(|| "timing ops".into())
-        };
-        let mut marks = vec![mark()?];
-        for op in 0..program.ops() {
-            program.launch_op(&self.gpu, op, self.exchange.as_mut())?;
-            marks.push(mark()?);
-        }
-        self.gpu.wait().during(|| "timing ops".into())?;
-        let mut times = Vec::with_capacity(program.ops());
-        for (op, placed) in program.plan.ops.iter().enumerate() {
-            let ms = marks[op].elapsed_ms(&marks[op + 1]).map_err(fault("cuEventElapsedTime_v2"));
-            let us = f64::from(ms.during(|| "timing ops".into())?) * 1e3;
-            times.push(OpTime { index: op, op: placed.op.name(), layer: placed.layer, us });
-        }
-        Ok(times)
-    }
-
     /// Every node of the graph of `bucket`, in launch order.
     pub fn nodes(&self, bucket: usize) -> Result<Vec<NodeInfo>, CudaError> {
         let index = self.index_of(bucket)?;
@@ -217,7 +177,7 @@ impl CudaDevice {
         Ok(infos)
     }
 
-    fn admit_alone(&mut self, input: &StepInput) -> Result<usize, CudaError> {
+    pub(super) fn admit_alone(&mut self, input: &StepInput) -> Result<usize, CudaError> {
         if self.in_flight() > 0 {
             return Err(CudaError::Unsupported("a step can be watched only while no other is in flight".into()));
         }
@@ -226,7 +186,7 @@ impl CudaDevice {
         Ok(index)
     }
 
-    fn settle_alone(&mut self, index: usize, step: u64) -> Result<StepOutput, CudaError> {
+    pub(super) fn settle_alone(&mut self, index: usize, step: u64) -> Result<StepOutput, CudaError> {
         self.enqueued(index);
         let mut output = StepOutput::default();
         match self.poll(&mut output)? {
@@ -238,7 +198,7 @@ impl CudaDevice {
         }
     }
 
-    fn lose_with(&mut self, error: CudaError) -> CudaError {
+    pub(super) fn lose_with(&mut self, error: CudaError) -> CudaError {
         let text = error.to_string();
         self.lose(DeviceError::Lost(text));
         error

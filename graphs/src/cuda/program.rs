@@ -142,6 +142,16 @@ impl Program {
         }
     }
 
+    /// Issues the calls of one op, each of which waits for everything before it.
+    pub fn launch_op_alone(&self, gpu: &Gpu, op: usize) -> Result<(), CudaError> {
+        let Work::Launches(calls) = &self.work[op] else { return self.launch_op(gpu, op, None) };
+        for call in calls {
+            // SAFETY: as in `launch_op`.
+            unsafe { call.launch_alone(gpu) }.during(|| self.describe(op))?;
+        }
+        Ok(())
+    }
+
     /// "op 12 (moe_up of layer 3, bucket 8)".
     pub fn describe(&self, op: usize) -> String {
         let placed = &self.plan.ops[op];

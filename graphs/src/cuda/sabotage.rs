@@ -2,6 +2,7 @@
 //!
 //! Armed through `Device::arm` before the first step. **Invariant:** an unarmed device does nothing here.
 
+use super::arena::StepAddresses;
 use super::device::CudaDevice;
 use super::error::{CallError, CudaError, During, check};
 use super::gpu::Gpu;
@@ -9,7 +10,6 @@ use super::graph::Graph;
 use super::program::Program;
 use crate::fault::{Fault, FaultKind};
 use cudarc::driver::sys;
-use slotgraph_kernels::launch::GpuFacts;
 
 /// Name of the buffer that a baked position adds.
 const POSITION_COPY: &str = "fault.position";
@@ -51,9 +51,13 @@ impl CudaDevice {
     fn bake_positions(&mut self, from: u64) -> Result<Baked, CudaError> {
         self.gpu.bind().during(|| "arming a fault".into())?;
         let position = self.rings.position;
-        let copy = self.arena.allocate_extra(POSITION_COPY, position, &mut self.ledger)?;
+        let bytes = self.arena.specs[position.0 as usize].bytes();
+        let copy = self.arena.allocate_extra(POSITION_COPY, bytes, &mut self.ledger)?;
         self.gpu.wait().during(|| "arming a fault".into())?;
-        let programs = self.resolve_diverted((position, copy), &self.facts)?;
+        let diverted = Some((position, copy));
+        let addresses = StepAddresses { arena: &self.arena, weights: &self.weights, diverted };
+        let resolve = |planned| Program::resolve(planned, &self.modules, &addresses, &self.facts);
+        let programs = self.planned.iter().map(resolve).collect::<Result<Vec<_>, _>>()?;
         let mut graphs = Vec::new();
         if self.options.graph {
             for program in &programs {
@@ -63,16 +67,6 @@ impl CudaDevice {
             }
         }
         Ok(Baked { from, copy, graphs, programs })
-    }
-
-    fn resolve_diverted(
-        &self,
-        diverted: (slotgraph_kernels::BufferId, u64),
-        facts: &GpuFacts,
-    ) -> Result<Vec<Program>, CudaError> {
-        let addresses =
-            super::arena::StepAddresses { arena: &self.arena, weights: &self.weights, diverted: Some(diverted) };
-        self.planned.iter().map(|planned| Program::resolve(planned, &self.modules, &addresses, facts)).collect()
     }
 
     /// Before step `step` is launched.

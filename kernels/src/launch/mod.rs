@@ -91,6 +91,8 @@ pub enum Arg {
     Counters,
     /// Address of a device table of `ranks` u64: each rank's exchange scratch as this device sees it.
     Peers,
+    /// Stamp launches: u64 nanoseconds, one a stamp.
+    Stamps,
     /// Pack and dummy launches: the row-major bf16 staging area.
     Staging,
     /// Pack launches: where the packed group starts.
@@ -140,6 +142,16 @@ impl Launch {
             args: Vec::new(),
             pdl: true,
         }
+    }
+}
+
+/// The launch that writes the device's time to stamp `index`; used between the nodes of a graph that is being timed.
+pub fn stamp(index: u32) -> Launch {
+    Launch {
+        kernel: Kernel { source: "stamp.cu", function: "stamp", defines: Vec::new() },
+        args: vec![Arg::Stamps, Arg::U32(index)],
+        pdl: false,
+        ..Launch::plain()
     }
 }
 

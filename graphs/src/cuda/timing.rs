@@ -1,0 +1,136 @@
+//! Where a step's time goes: by events around each op of an eager step, and by stamps between the nodes inside a graph.
+//!
+//! Used by attribution; never by serving. **Invariant:** a timed step computes what any step computes; a stamped graph has the
+//! program's calls with a stamp after each op's, and no programmatic edges, which would let nodes overlap.
+
+use super::device::CudaDevice;
+use super::error::{CudaError, During};
+use super::gpu::fault;
+use super::graph::Graph;
+use super::launch::{Addresses, Call};
+use crate::step::{StepInput, StepOutput};
+use cudarc::driver::sys::CUevent_flags;
+use slotgraph_kernels::launch::{Arg, stamp};
+
+/// Name of the buffer that stamps are written to.
+const STAMPS: &str = "probe.stamps";
+
+/// Time of one op of a step.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct OpTime {
+    pub index: usize,
+    pub op: &'static str,
+    pub layer: Option<usize>,
+    pub us: f64,
+}
+
+/// Times of the ops inside a graph.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct NodeTimes {
+    /// From one stamp to the next with nothing between: part of every op's time below.
+    pub stamp_us: f64,
+    pub ops: Vec<OpTime>,
+}
+
+/// A graph with stamps, for the bucket that was timed last.
+pub(super) struct Stamped {
+    bucket: usize,
+    graph: Graph,
+}
+
+struct StampAddress(u64);
+
+impl Addresses for StampAddress {
+    fn address(&self, arg: Arg) -> Option<u64> {
+        (arg == Arg::Stamps).then_some(self.0)
+    }
+}
+
+impl CudaDevice {
+    /// Runs one step op by op with an event around each, and waits once at the end.
+    pub fn time_ops(&mut self, input: &StepInput) -> Result<(StepOutput, Vec<OpTime>), CudaError> {
+        let index = self.admit_alone(input)?;
+        let times = self.timed_launches(index).map_err(|error| self.lose_with(error))?;
+        Ok((self.settle_alone(index, input.step)?, times))
+    }
+
+    fn timed_launches(&mut self, index: usize) -> Result<Vec<OpTime>, CudaError> {
+        let doing = || "timing ops by events".to_owned();
+        let stream = self.gpu.stream.clone();
+        let mark =
+            || stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(fault("cuEventRecord")).during(doing);
+        let mut marks = vec![mark()?];
+        let program = &self.programs[index];
+        for op in 0..program.ops() {
+            program.launch_op(&self.gpu, op, self.exchange.as_mut())?;
+            marks.push(mark()?);
+        }
+        self.gpu.wait().during(doing)?;
+        let mut us = Vec::with_capacity(program.ops());
+        for pair in marks.windows(2) {
+            us.push(
+                f64::from(pair[0].elapsed_ms(&pair[1]).map_err(fault("cuEventElapsedTime_v2")).during(doing)?) * 1e3,
+            );
+        }
+        Ok(self.by_op(index, &us))
+    }
+
+    /// Runs one step as a graph with a stamp after each op. The first call for a bucket captures that graph.
+    pub fn time_nodes(&mut self, input: &StepInput) -> Result<(StepOutput, NodeTimes), CudaError> {
+        let index = self.admit_alone(input)?;
+        let times = self.stamped_replay(index).map_err(|error| self.lose_with(error))?;
+        Ok((self.settle_alone(index, input.step)?, times))
+    }
+
+    fn stamped_replay(&mut self, index: usize) -> Result<NodeTimes, CudaError> {
+        let bucket = self.programs[index].bucket;
+        if self.stamped.as_ref().is_none_or(|stamped| stamped.bucket != bucket) {
+            self.stamped = Some(self.capture_stamped(index)?);
+        }
+        let stamped = self.stamped.as_ref().expect("just captured");
+        // SAFETY: arena and weights are this device's and outlive its graphs (field order; Drop waits first).
+        unsafe { stamped.graph.launch() }.during(|| format!("replaying the stamped graph of bucket {bucket}"))?;
+        let count = self.programs[index].ops() + 2;
+        let bytes = self.read_buffer(STAMPS, 0, count * size_of::<u64>())?;
+        let ns: Vec<u64> =
+            bytes.chunks_exact(8).map(|eight| u64::from_le_bytes(eight.try_into().expect("eight bytes"))).collect();
+        let us: Vec<f64> = ns.windows(2).map(|pair| pair[1].saturating_sub(pair[0]) as f64 / 1e3).collect();
+        Ok(NodeTimes { stamp_us: us[0], ops: self.by_op(index, &us[1..]) })
+    }
+
+    /// Two stamps, then each op's calls and a stamp.
+    fn capture_stamped(&mut self, index: usize) -> Result<Stamped, CudaError> {
+        let address = match self.arena.extra(STAMPS) {
+            Some(memory) => memory.address,
+            None => {
+                // Every bucket's plan has the same ops.
+                let bytes = (self.programs[index].ops() + 2) * size_of::<u64>();
+                self.arena.allocate_extra(STAMPS, bytes, &mut self.ledger)?
+            }
+        };
+        self.gpu.wait().during(|| "making room for stamps".into())?;
+        let (gpu, program) = (self.gpu.clone(), &self.programs[index]);
+        let stamps: Vec<Call> = (0..program.ops() as u32 + 2)
+            .map(|at| Call::resolve(&stamp(at), &self.modules, &StampAddress(address), false))
+            .collect::<Result<_, _>>()
+            .map_err(CudaError::Unsupported)?;
+        // SAFETY: the stamps' buffer has a word for each and lives as long as the arena.
+        let stamp = |at: usize| unsafe { stamps[at].launch(&gpu) }.during(|| format!("stamp {at}"));
+        let mut graph = Graph::record(&gpu, program.bucket, || {
+            stamp(0)?;
+            stamp(1)?;
+            for op in 0..program.ops() {
+                program.launch_op_alone(&gpu, op)?;
+                stamp(op + 2)?;
+            }
+            Ok(())
+        })?;
+        graph.instantiate()?;
+        Ok(Stamped { bucket: program.bucket, graph })
+    }
+
+    fn by_op(&self, index: usize, us: &[f64]) -> Vec<OpTime> {
+        let placed = self.programs[index].plan.ops.iter().zip(us).enumerate();
+        placed.map(|(at, (op, us))| OpTime { index: at, op: op.op.name(), layer: op.layer, us: *us }).collect()
+    }
+}
