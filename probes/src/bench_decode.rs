@@ -4,12 +4,12 @@
 
 use crate::claim::{Claim, Label};
 use crate::cli::{Outcome, ProbeError};
-use crate::driver::{Driver, Seated, StepTime};
+use crate::driver::{Seated, StepTime};
 use crate::evidence::{Canary, Draft, Evidence, Limit};
 use crate::load::scatter;
 use crate::regression::{Direction, Regression};
 use crate::stats::{Summary, median};
-use crate::subject::{Subject, SubjectArgs};
+use crate::subject::{AnyDriver, Subject, SubjectArgs};
 use serde::Serialize;
 use slotgraph_graphs::device::{DeviceError, DeviceFacts};
 use slotgraph_graphs::model;
@@ -98,20 +98,20 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
             "--context and --steps need {longest} tokens of context, the model has {have}"
         )));
     }
-    let mut device = match subject.device() {
-        Ok(device) => device,
-        Err(reason) => return Ok(Outcome::Evidence(Box::new(subject.describe(draft).skip(&reason.to_string())))),
-    };
     draft = subject.describe(draft);
-    draft.startup = device.startup.clone();
-    let facts = device.device.facts();
+    let prepared = match subject.device() {
+        Ok(prepared) => prepared,
+        Err(none) => return none.end(draft),
+    };
+    draft.startup = prepared.startup.clone();
+    let facts = prepared.device.facts();
     draft.contract_hash = facts.contract_hash.clone();
     draft.seed = subject.config.seed;
 
     let grid: Vec<(usize, usize)> =
         args.rows.iter().flat_map(|&rows| args.context.iter().map(move |&context| (rows, context))).collect();
     let mut times: Vec<Vec<Vec<StepTime>>> = vec![Vec::new(); grid.len()];
-    let mut driver = Driver::new(&mut *device.device, &limits);
+    let mut driver = prepared.into_driver();
     let mut bad = None;
     for _ in 0..args.repeats {
         for (cell, &(rows, context)) in times.iter_mut().zip(&grid) {
@@ -146,7 +146,7 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
 
 /// One cell, once. Returns what went wrong with a record, if something did.
 fn measure(
-    driver: &mut Driver,
+    driver: &mut AnyDriver,
     spec: &ModelSpec,
     args: &Args,
     rows: usize,
@@ -159,7 +159,7 @@ fn measure(
         context + args.warmup + args.steps + 1,
     );
     if filled {
-        driver.prefill()?;
+        driver.prefill(usize::MAX, |_| {})?;
     } else {
         driver.start_at(context - 1)?;
     }
@@ -252,7 +252,7 @@ fn floor_bytes(spec: &ModelSpec, limits: &StepLimits, bucket: usize, rows: usize
 }
 
 /// Measures the smallest batch with and without a planted delay of twice its step: the measurement must see it.
-fn planted_delay(driver: &mut Driver, spec: &ModelSpec, args: &Args) -> Result<Canary, ProbeError> {
+fn planted_delay(driver: &mut AnyDriver, spec: &ModelSpec, args: &Args) -> Result<Canary, ProbeError> {
     let rows = args.rows.iter().min().copied().unwrap_or(1);
     let context = args.context.iter().min().copied().unwrap_or(1);
     let mut step = |delay: Duration| -> Result<f64, ProbeError> {

@@ -2,7 +2,9 @@
 
 use crate::evidence::Evidence;
 use crate::harness::raise_descriptor_limit;
-use crate::{bench_decode, bench_http, combine, manifest, matrix, plan, reliability, replay, slo, soak};
+use crate::{
+    bench_decode, bench_http, combine, exactness, manifest, matrix, plan, readiness, reliability, replay, slo, soak,
+};
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -25,6 +27,8 @@ enum Command {
     BenchDecode(bench_decode::Args),
     BenchHttp(bench_http::Args),
     Combine(combine::Args),
+    Exactness(exactness::Args),
+    GraphReadiness(readiness::Args),
     HttpReliability(reliability::Args),
     Manifest(manifest::Args),
     Matrix(matrix::Args),
@@ -59,6 +63,8 @@ pub fn main() -> ExitCode {
         Command::BenchDecode(args) => bench_decode::run(args),
         Command::BenchHttp(args) => over_http(bench_http::run(args)),
         Command::Combine(args) => combine::run(args),
+        Command::Exactness(args) => exactness::run(args),
+        Command::GraphReadiness(args) => readiness::run(args),
         Command::HttpReliability(args) => over_http(reliability::run(args)),
         Command::Manifest(args) => manifest::run(args),
         Command::Matrix(args) => over_http(matrix::run(args)),

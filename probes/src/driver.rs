@@ -33,9 +33,9 @@ pub struct StepTime {
     pub enqueue: Duration,
 }
 
-pub struct Driver<'a> {
-    device: &'a mut dyn Device,
-    limits: &'a StepLimits,
+pub struct Driver<D: Device> {
+    pub device: D,
+    limits: StepLimits,
     input: StepInput,
     output: StepOutput,
     step: u64,
@@ -44,18 +44,27 @@ pub struct Driver<'a> {
     next_page: u32,
     /// Time lost before each step is enqueued: a fault that a measurement must see.
     pub planted_delay: Duration,
+    /// Enqueueing a step after this one is an error: stops a script in the middle.
+    pub stop_after: Option<u64>,
+    /// No step runs in a smaller bucket than this.
+    pub bucket_floor: usize,
+    /// Holders that left and that no step has retired yet.
+    leaving: Vec<(SlotId, Generation)>,
 }
 
 struct Seat {
     request: Seated,
     generation: Generation,
+    /// Rides in decode steps.
+    active: bool,
     /// Pages of this seat: consecutive from here.
     first_page: u32,
     pages: u32,
 }
 
-impl<'a> Driver<'a> {
-    pub fn new(device: &'a mut dyn Device, limits: &'a StepLimits) -> Driver<'a> {
+impl<D: Device> Driver<D> {
+    /// Drives a device that has run no step yet.
+    pub fn new(device: D, limits: StepLimits) -> Driver<D> {
         Driver {
             device,
             limits,
@@ -66,7 +75,14 @@ impl<'a> Driver<'a> {
             seats: Vec::new(),
             next_page: 1,
             planted_delay: Duration::ZERO,
+            stop_after: None,
+            bucket_floor: 0,
+            leaving: Vec::new(),
         }
+    }
+
+    pub fn limits(&self) -> &StepLimits {
+        &self.limits
     }
 
     /// Seats requests whose prompts and answers fit `context` tokens each. Replaces whoever was seated.
@@ -86,17 +102,19 @@ impl<'a> Driver<'a> {
             self.generation += 1;
             let first_page = self.next_page;
             self.next_page += pages as u32;
-            self.seats.push(Seat { request, generation: Generation(self.generation), first_page, pages: pages as u32 });
+            let generation = Generation(self.generation);
+            self.seats.push(Seat { request, generation, active: true, first_page, pages: pages as u32 });
         }
     }
 
-    /// Feeds every prompt, packed into steps of the largest bucket, and draws each request's first token. Returns those.
-    pub fn prefill(&mut self) -> Result<Vec<u32>, DeviceError> {
+    /// Feeds every prompt, packed into steps of at most `rows_a_step` rows, and draws each request's first token. Returns those;
+    /// `each` sees every settled step.
+    pub fn prefill(&mut self, rows_a_step: usize, mut each: impl FnMut(&StepOutput)) -> Result<Vec<u32>, DeviceError> {
         let lines: Vec<(usize, usize)> = (0..self.seats.len())
             .flat_map(|seat| (0..self.seats[seat].request.prompt.len()).map(move |at| (seat, at)))
             .collect();
         let mut firsts = vec![0; self.seats.len()];
-        for rows in lines.chunks(self.limits.rows_max()) {
+        for rows in lines.chunks(rows_a_step.min(self.limits.rows_max())) {
             self.begin(rows.len());
             for &(seat, at) in rows {
                 if at == 0 {
@@ -112,6 +130,7 @@ impl<'a> Driver<'a> {
             for record in &self.output.records {
                 firsts[record.slot.0 as usize] = record.token;
             }
+            each(&self.output);
         }
         Ok(firsts)
     }
@@ -138,8 +157,9 @@ impl<'a> Driver<'a> {
         let mut enqueued = 0;
         while times.len() < steps {
             while enqueued < steps && self.device.in_flight() < ahead {
-                self.begin(self.seats.len());
-                for seat in 0..self.seats.len() {
+                let riders: Vec<usize> = (0..self.seats.len()).filter(|&seat| self.seats[seat].active).collect();
+                self.begin(riders.len());
+                for seat in riders {
                     self.row(seat, RowFeed::FromSlot, RowWant::Sample);
                 }
                 enqueue_times.push_back(self.enqueue()?);
@@ -153,6 +173,63 @@ impl<'a> Driver<'a> {
             each(&self.output);
         }
         Ok(times)
+    }
+
+    /// The seat's holder leaves: from the next step on it is retired and rides no more.
+    pub fn leave(&mut self, seat: usize) {
+        self.seats[seat].active = false;
+        self.leaving.push((SlotId(seat as u32), self.seats[seat].generation));
+    }
+
+    /// A new holder takes the seat and its pages; its prompt is fed one row a step beside the others' decode rows.
+    pub fn join(&mut self, seat: usize, request: Seated, mut each: impl FnMut(&StepOutput)) -> Result<(), DeviceError> {
+        self.generation += 1;
+        let prompt = request.prompt.clone();
+        self.seats[seat].request = request;
+        self.seats[seat].generation = Generation(self.generation);
+        for (position, &token) in prompt.iter().enumerate() {
+            let riders: Vec<usize> = (0..self.seats.len()).filter(|&other| self.seats[other].active).collect();
+            self.begin(riders.len() + 1);
+            for other in riders {
+                self.row(other, RowFeed::FromSlot, RowWant::Sample);
+            }
+            if position == 0 {
+                self.introduce(seat);
+            }
+            let want = if position + 1 == prompt.len() { RowWant::Sample } else { RowWant::Nothing };
+            self.row(seat, RowFeed::Given { token, position: position as u32, generated: false }, want);
+            self.enqueue()?;
+            self.settle()?;
+            each(&self.output);
+        }
+        self.seats[seat].active = true;
+        Ok(())
+    }
+
+    /// Scores `answer` after seat 0's prompt, teacher-forced: one record a token, in order.
+    pub fn score(&mut self, answer: &[u32]) -> Result<Vec<Record>, DeviceError> {
+        let prompt = self.seats[0].request.prompt.clone();
+        let text = [prompt.as_slice(), answer].concat();
+        let first = prompt.len() - 1;
+        let rows_a_step = self.limits.rows_max().min(self.limits.logit_rows(self.limits.rows_max()));
+        let mut records = Vec::with_capacity(answer.len());
+        let positions: Vec<usize> = (0..text.len() - 1).collect();
+        for rows in positions.chunks(rows_a_step) {
+            self.begin(rows.len());
+            self.input.features |= feature::SCORE | feature::LOGPROBS;
+            if rows[0] == 0 {
+                self.introduce(0);
+            }
+            for &position in rows {
+                let want = if position >= first { RowWant::Score(text[position + 1]) } else { RowWant::Nothing };
+                let feed = RowFeed::Given { token: text[position], position: position as u32, generated: false };
+                self.row(0, feed, want);
+            }
+            self.enqueue()?;
+            self.settle()?;
+            records.append(&mut self.output.records);
+        }
+        Ok(records)
     }
 
     /// Feeds prompt and answer of seat 0 in one pass and draws at every position of the answer what the request would draw there. The
@@ -195,7 +272,7 @@ impl<'a> Driver<'a> {
 
     /// Prefills seat 0 and decodes until it ends or has `most` tokens: the tokens as a fresh run gives them.
     pub fn regenerate(&mut self, most: usize) -> Result<Vec<Record>, DeviceError> {
-        self.prefill()?;
+        self.prefill(usize::MAX, |_| {})?;
         let mut records: Vec<Record> = self.output.records.clone();
         while records.len() < most && records.last().is_some_and(|record| record.ended.is_none()) {
             self.decode(1, |output| records.extend(output.records.iter().cloned()))?;
@@ -207,12 +284,14 @@ impl<'a> Driver<'a> {
         self.step += 1;
         self.input.clear();
         self.input.step = self.step;
-        let fits = self.limits.buckets.iter().copied().find(|&bucket| bucket >= rows);
+        self.input.retired.append(&mut self.leaving);
+        let least = rows.max(self.bucket_floor);
+        let fits = self.limits.buckets.iter().copied().find(|&bucket| bucket >= least);
         self.input.bucket = fits.expect("callers ask for no more rows than the largest bucket has");
     }
 
     fn introduce(&mut self, seat: usize) {
-        let Seat { request, generation, first_page, pages } = &self.seats[seat];
+        let Seat { request, generation, first_page, pages, .. } = &self.seats[seat];
         let slot = SlotId(seat as u32);
         self.input.new_slots.push(NewSlot {
             slot,
@@ -236,6 +315,9 @@ impl<'a> Driver<'a> {
 
     /// Enqueues the step being built; returns the time that took.
     fn enqueue(&mut self) -> Result<Duration, DeviceError> {
+        if self.stop_after.is_some_and(|last| self.step > last) {
+            return Err(DeviceError::Lost(format!("stopped before step {}", self.step)));
+        }
         let started = Instant::now();
         while started.elapsed() < self.planted_delay {
             std::hint::spin_loop();

@@ -5,11 +5,11 @@
 
 use crate::claim::{Claim, Label};
 use crate::cli::{Outcome, ProbeError};
-use crate::driver::{Driver, Seated};
+use crate::driver::Seated;
 use crate::evidence::{Canary, Draft};
 use crate::harness::read_traces;
 use crate::load::scatter;
-use crate::subject::{Subject, SubjectArgs};
+use crate::subject::{AnyDriver, Subject, SubjectArgs};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use slotgraph_graphs::device::DeviceError;
@@ -92,17 +92,16 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
         Claim::of(Label::HttpTrace),
     );
     draft = subject.describe(draft);
-    let mut prepared = match subject.device() {
+    let prepared = match subject.device() {
         Ok(prepared) => prepared,
-        Err(reason) => return Ok(Outcome::Evidence(Box::new(draft.skip(&reason.to_string())))),
+        Err(none) => return none.end(draft),
     };
     draft.startup = prepared.startup.clone();
     draft.contract_hash = prepared.device.facts().contract_hash;
-    let limits = prepared.limits.clone();
     let mut replayer = Replayer {
         model_sha256: subject.checkpoint.model_sha256().to_string(),
         contract_hash: draft.contract_hash.clone(),
-        driver: Driver::new(&mut *prepared.device, &limits),
+        driver: prepared.into_driver(),
     };
     let failed = |e: DeviceError| ProbeError::Failed(e.to_string());
     let mut rows = Vec::new();
@@ -130,13 +129,13 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
     Ok(Outcome::Evidence(Box::new(draft.finish())))
 }
 
-struct Replayer<'a> {
+struct Replayer {
     model_sha256: String,
     contract_hash: String,
-    driver: Driver<'a>,
+    driver: AnyDriver,
 }
 
-impl Replayer<'_> {
+impl Replayer {
     fn replay(&mut self, answer: &Answer, regenerate: bool) -> Result<Verified, DeviceError> {
         let can_verify = answer.tokens.is_some() && !answer.sampling.has_penalties() && !regenerate;
         let how = if can_verify { "verified" } else { "regenerated" };

@@ -3,6 +3,8 @@
 //! The flags are the server's own and are resolved by the same code, so that a probe measures what the server would run.
 
 use crate::cli::ProbeError;
+use crate::cuda::{self, NoDevice};
+use crate::driver::Driver;
 use crate::evidence::{Draft, short_path};
 use serde_json::{Value, json};
 use slotgraph_graphs::cpu::{CpuDevice, CpuOptions};
@@ -10,7 +12,7 @@ use slotgraph_graphs::device::Device;
 use slotgraph_graphs::step::StepLimits;
 use slotgraph_kernels::Precision;
 use slotgraph_runtime::checkpoint::Checkpoint;
-use slotgraph_runtime::config::{Config, PrecisionMode, Settings};
+use slotgraph_runtime::config::{Config, DeviceKind, PrecisionMode, Settings};
 use slotgraph_runtime::startup::Phases;
 use slotgraph_server::cli::Engine;
 use slotgraph_server::load;
@@ -32,12 +34,21 @@ pub struct Subject {
     pub config: Config,
 }
 
-/// A device that is ready to run steps.
-pub struct PreparedDevice {
+/// A device that has run no step yet.
+pub struct Prepared {
     pub device: Box<dyn Device>,
     pub limits: StepLimits,
-    /// The start-up record.
+    /// What preparing it took.
     pub startup: Value,
+}
+
+/// Drives whatever device was configured.
+pub type AnyDriver = Driver<Box<dyn Device>>;
+
+impl Prepared {
+    pub fn into_driver(self) -> AnyDriver {
+        Driver::new(self.device, self.limits)
+    }
 }
 
 impl Subject {
@@ -52,8 +63,14 @@ impl Subject {
         Ok(Subject { checkpoint, config })
     }
 
-    /// The configured device with every plan prepared, or why this machine has none.
-    pub fn device(&self) -> Result<PreparedDevice, ProbeError> {
+    /// The configured device (of one or several ranks) with every plan prepared, or why this machine has none.
+    pub fn device(&self) -> Result<Prepared, NoDevice> {
+        if self.config.device == DeviceKind::Cuda && self.config.ep == 1 {
+            let device = cuda::prepare(self, self.config.cuda_graph, None)?;
+            let limits = device.limits().clone();
+            let startup = serde_json::to_value(device.report()).expect("a report is plain data");
+            return Ok(Prepared { device: Box::new(device), limits, startup });
+        }
         let limits = self.limits();
         let source = self.checkpoint.source();
         let mut options = CpuOptions::new(&self.checkpoint.spec, &limits, &*source);
@@ -62,8 +79,8 @@ impl Subject {
             PrecisionMode::Contract => Precision::Contract,
         };
         options.threads = Some(self.config.threads);
-        let device = CpuDevice::prepare(options).map_err(|e| ProbeError::Failed(e.to_string()))?;
-        Ok(PreparedDevice { device: Box::new(device), limits, startup: Value::Null })
+        let device = CpuDevice::prepare(options).map_err(|e| NoDevice::Failed(e.to_string()))?;
+        Ok(Prepared { device: Box::new(device), limits, startup: Value::Null })
     }
 
     /// The limits of the configured pool (CPU, bytes or pages).

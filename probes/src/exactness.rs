@@ -1,0 +1,301 @@
+//! exactness: do all legs give the same tokens and logprob bits, and are they the oracle's?
+//!
+//! The base leg runs each case alone in the smallest bucket (eager on a GPU, interpreted on the CPU); every other leg changes one factor.
+//! **Invariant:** our own legs are compared by bits; the oracle, another program, is judged by its margins.
+
+mod cases;
+mod legs;
+mod oracle;
+
+use crate::claim::{Claim, Label};
+use crate::cli::{Outcome, ProbeError};
+use crate::driver::Driver;
+use crate::evidence::{Canary, Draft};
+use crate::subject::{AnyDriver, Subject, SubjectArgs};
+use cases::Case;
+use legs::{CaseAnswer, Factor, FirstDifferent, first_different};
+use oracle::Judgement;
+use serde::Serialize;
+use serde_json::json;
+use slotgraph_graphs::device::DeviceError;
+use slotgraph_graphs::fault::{Fault, FaultDevice};
+use slotgraph_runtime::config::{DeviceKind, PrecisionMode, Settings};
+use slotgraph_server::load;
+use slotgraph_server::tokenizer::Tokenizer;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Compare every leg with the base leg bit for bit, and the base leg with an oracle.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    subject: SubjectArgs,
+    /// Case-set files [default: the built-in set].
+    #[arg(long, value_name = "FILE")]
+    cases: Vec<PathBuf>,
+    /// Oracle file, as tests/gpu/oracle.py writes it.
+    #[arg(long, value_name = "FILE")]
+    oracle: Option<PathBuf>,
+    /// Expert-parallel degrees to compare with one rank (MoE models) [default on the CPU: 2,4,8].
+    #[arg(long, value_delimiter = ',')]
+    ep_legs: Option<Vec<usize>>,
+    /// Transports of those legs [default: the device's].
+    #[arg(long, value_delimiter = ',')]
+    transport_legs: Vec<String>,
+    /// Mean |Δlogprob| against the oracle, teacher-forced, prompts of at most 512 tokens.
+    #[arg(long)]
+    mean_limit: Option<f64>,
+}
+
+/// What a leg's difference would mean.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Kind {
+    Base,
+    Graph,
+    Bucket,
+    Transport,
+    Ep,
+}
+
+impl Kind {
+    fn regression(self) -> &'static str {
+        match self {
+            Kind::Base => "all_token_text_exact",
+            Kind::Graph => "graph_replay_regression",
+            Kind::Bucket => "bucket_variance",
+            Kind::Transport => "transport_regression",
+            Kind::Ep => "ep_variance",
+        }
+    }
+}
+
+/// A leg and its answers, by case.
+struct Leg {
+    name: String,
+    kind: Kind,
+    answers: Vec<CaseAnswer>,
+}
+
+/// A pair of legs over all cases.
+#[derive(Clone, Debug, Serialize)]
+struct Pair {
+    name: String,
+    kind: Kind,
+    exact: bool,
+    cases_different: usize,
+    first: Option<(String, FirstDifferent)>,
+}
+
+pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
+    let subject = Subject::open(&args.subject)?;
+    let mut draft = Draft::new(
+        "exactness",
+        "do all legs give the same tokens and logprob bits, and are they the oracle's?",
+        Claim::of(Label::Exactness),
+    );
+    draft = subject.describe(draft);
+    let texts = load::texts(&subject.checkpoint).map_err(|e| ProbeError::Usage(e.to_string()))?;
+    let context = subject.config.max_model_len;
+    let cases::Asked { sets, cases } = cases::read(&args.cases, args.oracle.as_deref(), &texts.tokenizer, context)?;
+    draft.detail("case_sets", sets);
+    if let Some(wide) = cases.iter().find(|case| case.prompts.len() > subject.config.max_slots) {
+        let (rows, slots) = (wide.prompts.len(), subject.config.max_slots);
+        return Err(ProbeError::Usage(format!("case {}: its {rows} rows need more than --max-slots {slots}", wide.id)));
+    }
+    let run = Run { args, cases: &cases, tokenizer: &texts.tokenizer };
+    let mut legs = Vec::new();
+    let mut judgement = None;
+    // On a GPU the base is eager and graphs are a leg; the CPU interprets.
+    let cuda = subject.config.device == DeviceKind::Cuda;
+    let base =
+        if cuda { run.subject(|settings| settings.cuda_graph = Some("off".into()))? } else { run.subject(|_| {})? };
+    let prepared = match base.device() {
+        Ok(prepared) => prepared,
+        Err(none) => return none.end(draft),
+    };
+    draft.contract_hash = prepared.device.facts().contract_hash;
+    draft.startup = prepared.startup.clone();
+    let mut driver = prepared.into_driver();
+    legs.push(run.leg(&base, &mut driver, "base", Kind::Base, Factor::PLAIN)?);
+    if args.oracle.is_some() {
+        judgement = Some(run.judge(&base, &mut driver, &legs[0])?);
+    }
+    let variants = variants(&base);
+    for (name, factor) in &variants {
+        legs.push(run.leg(&base, &mut driver, name, Kind::Bucket, *factor)?);
+    }
+    drop(driver);
+    if cuda {
+        let graph = run.subject(|settings| settings.cuda_graph = Some("on".into()))?;
+        let mut driver = graph.device().map_err(|e| ProbeError::Failed(e.to_string()))?.into_driver();
+        legs.push(run.leg(&graph, &mut driver, "graph", Kind::Graph, Factor::PLAIN)?);
+        for (name, factor) in &variants {
+            legs.push(run.leg(&graph, &mut driver, &format!("graph, {name}"), Kind::Graph, *factor)?);
+        }
+    }
+    for (name, kind, subject) in run.rank_subjects(&base)? {
+        let mut driver = subject.device().map_err(|e| ProbeError::Failed(e.to_string()))?.into_driver();
+        legs.push(run.leg(&subject, &mut driver, &name, kind, Factor::PLAIN)?);
+    }
+    let pairs: Vec<Pair> = legs[1..].iter().map(|leg| pair(&cases, &legs[0], leg)).collect();
+    record(&mut draft, &legs[0], &cases, &pairs, judgement.as_ref());
+    draft.canary(run.canary(&base, &legs[0])?);
+    Ok(Outcome::Evidence(Box::new(draft.finish())))
+}
+
+/// Buckets, row places and prefill chunks that must change nothing.
+fn variants(subject: &Subject) -> Vec<(String, Factor)> {
+    let config = &subject.config;
+    let decode: Vec<usize> = config.buckets.iter().copied().filter(|&bucket| bucket > 1).collect();
+    let mut variants: Vec<(String, Factor)> =
+        decode.iter().map(|&bucket| (format!("bucket {bucket}"), Factor { bucket, ..Factor::PLAIN })).collect();
+    for neighbours in [1, 3, 7, 15, 31, 63, 127] {
+        if neighbours < config.max_slots {
+            variants.push((format!("beside {neighbours}"), Factor { neighbours, ..Factor::PLAIN }));
+        }
+    }
+    for chunk in [1, 17, 64] {
+        variants.push((format!("{chunk} prefill rows a step"), Factor { chunk, ..Factor::PLAIN }));
+    }
+    variants
+}
+
+struct Run<'a> {
+    args: &'a Args,
+    cases: &'a [Case],
+    tokenizer: &'a Arc<Tokenizer>,
+}
+
+impl Run<'_> {
+    fn subject(&self, change: impl FnOnce(&mut Settings)) -> Result<Subject, ProbeError> {
+        let mut settings = self.args.subject.engine.settings();
+        change(&mut settings);
+        Subject::with(&self.args.subject, &settings)
+    }
+
+    /// Subjects with more ranks, over each transport that was asked for.
+    fn rank_subjects(&self, base: &Subject) -> Result<Vec<(String, Kind, Subject)>, ProbeError> {
+        let cpu = base.config.device == DeviceKind::Cpu;
+        if base.checkpoint.spec.experts().is_none() || base.config.ep > 1 {
+            return Ok(Vec::new());
+        }
+        let degrees = self.args.ep_legs.clone().unwrap_or(if cpu { vec![2, 4, 8] } else { Vec::new() });
+        let transports: Vec<Option<&String>> = match self.args.transport_legs.as_slice() {
+            [] => vec![None],
+            named => named.iter().map(Some).collect(),
+        };
+        let mut subjects = Vec::new();
+        for ep in degrees {
+            for transport in &transports {
+                let subject = self.subject(|settings| {
+                    settings.ep = Some(ep);
+                    settings.transport = transport.cloned().or(settings.transport.take());
+                })?;
+                let name = format!("ep {ep}, {}", subject.config.transport.name());
+                let kind = if transport.is_some() { Kind::Transport } else { Kind::Ep };
+                subjects.push((name, kind, subject));
+            }
+        }
+        Ok(subjects)
+    }
+
+    /// Every case that fits the seats beside the factor's neighbours; the others repeat the base's answer by their absence.
+    fn leg(
+        &self,
+        subject: &Subject,
+        driver: &mut AnyDriver,
+        name: &str,
+        kind: Kind,
+        factor: Factor,
+    ) -> Result<Leg, ProbeError> {
+        let answers =
+            self.answers(subject, driver, factor).map_err(|e| ProbeError::Failed(format!("leg {name}: {e}")))?;
+        Ok(Leg { name: name.into(), kind, answers })
+    }
+
+    fn answers(
+        &self,
+        subject: &Subject,
+        driver: &mut AnyDriver,
+        factor: Factor,
+    ) -> Result<Vec<CaseAnswer>, DeviceError> {
+        let spec = &subject.checkpoint.spec;
+        let slots = driver.limits().slots_max;
+        let mut answers = Vec::new();
+        for case in self.cases {
+            let neighbours = factor.neighbours.min(slots - case.prompts.len());
+            let factor = Factor { neighbours, ..factor };
+            answers.push(legs::run(driver, self.tokenizer, &spec.eos_ids, spec.vocab, case, factor)?);
+        }
+        Ok(answers)
+    }
+
+    fn judge(&self, base: &Subject, driver: &mut AnyDriver, leg: &Leg) -> Result<Judgement, ProbeError> {
+        let contract = base.config.device == DeviceKind::Cuda || base.config.precision == PrecisionMode::Contract;
+        let limits = oracle::Limits::of(contract, self.args.mean_limit);
+        oracle::judge(driver, self.cases, &leg.answers, limits).map_err(|e| ProbeError::Failed(e.to_string()))
+    }
+
+    /// A changed token and a flipped logprob bit in one record must each be seen.
+    fn canary(&self, base: &Subject, truth: &Leg) -> Result<Canary, ProbeError> {
+        let mut caught = true;
+        for fault in ["token@3", "logprob-bit@3"] {
+            let prepared = base.device().map_err(|e| ProbeError::Failed(e.to_string()))?;
+            let fault: Fault = fault.parse().expect("a known fault");
+            let armed = FaultDevice::arm(prepared.device, 0, &[fault]);
+            let armed = armed.map_err(|e| ProbeError::Failed(e.to_string()))?;
+            let spec = &base.checkpoint.spec;
+            let mut driver = Driver::new(armed, prepared.limits);
+            let case = &self.cases[0];
+            let answer = legs::run(&mut driver, self.tokenizer, &spec.eos_ids, spec.vocab, case, Factor::PLAIN)
+                .map_err(|e| ProbeError::Failed(e.to_string()))?;
+            caught &= first_different(&truth.answers[0], &answer).is_some();
+        }
+        Ok(Canary::planted("a changed token, a flipped logprob bit", caught))
+    }
+}
+
+fn pair(cases: &[Case], base: &Leg, leg: &Leg) -> Pair {
+    let different: Vec<(String, FirstDifferent)> = cases
+        .iter()
+        .zip(base.answers.iter().zip(&leg.answers))
+        .filter_map(|(case, (a, b))| Some((case.id.clone(), first_different(a, b)?)))
+        .collect();
+    Pair {
+        name: format!("base_vs_{}", leg.name),
+        kind: leg.kind,
+        exact: different.is_empty(),
+        cases_different: different.len(),
+        first: different.into_iter().next(),
+    }
+}
+
+fn record(draft: &mut Draft, base: &Leg, cases: &[Case], pairs: &[Pair], judgement: Option<&Judgement>) {
+    for pair in pairs {
+        let detail = match &pair.first {
+            None => format!("{} cases", cases.len()),
+            Some((id, first)) => format!("{} cases differ; first {id} {first:?}", pair.cases_different),
+        };
+        draft.check(&pair.name, pair.exact, detail);
+    }
+    let mut classification = Kind::Base.regression();
+    if let Some(judgement) = judgement {
+        judgement.record(draft);
+        if !judgement.holds() {
+            classification = "baseline_accuracy_gap";
+        }
+        draft.detail("oracle", judgement);
+    }
+    // The most telling difference wins: graphs, then transports, ranks, buckets.
+    for kind in [Kind::Bucket, Kind::Ep, Kind::Transport, Kind::Graph] {
+        if pairs.iter().any(|pair| pair.kind == kind && !pair.exact) {
+            classification = kind.regression();
+        }
+    }
+    draft.detail("classification", classification);
+    draft.detail("pairs", pairs);
+    let answers: BTreeMap<&str, &CaseAnswer> = cases.iter().map(|case| case.id.as_str()).zip(&base.answers).collect();
+    draft.detail("answers", json!(answers));
+}

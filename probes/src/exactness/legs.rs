@@ -1,0 +1,167 @@
+//! Legs: the same cases under one changed factor each, and how an answer of one leg compares with the base leg's.
+
+use super::cases::Case;
+use crate::driver::{Driver, Seated};
+use crate::load::{prompt_ids, scatter};
+use crate::manifest::hex;
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+use slotgraph_graphs::device::{Device, DeviceError};
+use slotgraph_graphs::spec::SamplingSpec;
+use slotgraph_graphs::step::EndReason;
+use slotgraph_runtime::trace::sha256_of_ids;
+use slotgraph_server::tokenizer::Tokenizer;
+use std::sync::Arc;
+
+/// What a leg changes besides its device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Factor {
+    /// Least bucket of every step.
+    pub bucket: usize,
+    /// Seats taken by neighbours before the case's rows.
+    pub neighbours: usize,
+    /// Most prefill rows a step.
+    pub chunk: usize,
+}
+
+impl Factor {
+    /// The smallest bucket that fits, nobody else, prompts in steps as large as there are.
+    pub const PLAIN: Factor = Factor { bucket: 0, neighbours: 0, chunk: usize::MAX };
+}
+
+/// What a row answered.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct RowAnswer {
+    pub ids: Vec<u32>,
+    pub text: String,
+    pub token_sha256: String,
+    pub text_sha256: String,
+    pub finish_reason: &'static str,
+    #[serde(skip)]
+    pub logprob_bits: Vec<u32>,
+}
+
+/// What a leg answered to a case.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CaseAnswer {
+    pub rows: Vec<RowAnswer>,
+    /// Routed (token, expert) pairs of live rows over the whole case.
+    pub routes_local: u64,
+    pub routes_remote: u64,
+}
+
+/// The first place where a row of one leg parts from the same row of another.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FirstDifferent {
+    pub row_index: usize,
+    pub index: usize,
+    pub reason: &'static str,
+}
+
+/// None when two legs answered alike, bit for bit.
+pub fn first_different(base: &CaseAnswer, other: &CaseAnswer) -> Option<FirstDifferent> {
+    if base.rows.len() != other.rows.len() {
+        return Some(FirstDifferent { row_index: 0, index: 0, reason: "row_count_mismatch" });
+    }
+    base.rows.iter().zip(&other.rows).enumerate().find_map(|(row_index, (a, b))| {
+        let at = |index: usize, reason: &'static str| Some(FirstDifferent { row_index, index, reason });
+        if let Some(index) = a.ids.iter().zip(&b.ids).position(|(a, b)| a != b) {
+            return at(index, "token_mismatch");
+        }
+        if a.ids.len() != b.ids.len() {
+            return at(a.ids.len().min(b.ids.len()), "length_mismatch");
+        }
+        if let Some(index) = a.logprob_bits.iter().zip(&b.logprob_bits).position(|(a, b)| a != b) {
+            return at(index, "logprob_mismatch");
+        }
+        if a.text != b.text { at(0, "text_mismatch") } else { None }
+    })
+}
+
+/// Runs one case under one factor.
+pub fn run<D: Device>(
+    driver: &mut Driver<D>,
+    tokenizer: &Tokenizer,
+    eos_ids: &[u32],
+    vocab: usize,
+    case: &Case,
+    factor: Factor,
+) -> Result<CaseAnswer, DeviceError> {
+    let neighbour = |number: usize| Seated {
+        prompt: prompt_ids(scatter(number as u64 + 77), 5 + number % 20)
+            .into_iter()
+            .map(|id| id % vocab as u32)
+            .collect(),
+        sampling: Arc::new(SamplingSpec { ignore_eos: true, ..SamplingSpec::greedy(u32::MAX) }),
+        choice: 0,
+    };
+    let mut seated: Vec<Seated> = (0..factor.neighbours).map(neighbour).collect();
+    let sampling = Arc::new(case.sampling.clone());
+    // Rows of one prompt are its choices: each has noise of its own.
+    seated.extend(case.prompts.iter().enumerate().map(|(row, prompt)| Seated {
+        prompt: prompt.clone(),
+        sampling: sampling.clone(),
+        choice: row as u32,
+    }));
+    let longest = seated.iter().map(|s| s.prompt.len()).max().unwrap_or(1);
+    let mut rows: Vec<(Vec<u32>, Vec<u32>, Option<EndReason>)> = vec![Default::default(); seated.len()];
+    let mut routes = (0, 0);
+    let mut hear = |output: &slotgraph_graphs::step::StepOutput| {
+        routes.0 += output.routes_local;
+        routes.1 += output.routes_remote;
+        for record in &output.records {
+            let (ids, logprobs, ended) = &mut rows[record.slot.0 as usize];
+            ids.push(record.token);
+            logprobs.push(record.logprob.to_bits());
+            *ended = ended.or(record.ended);
+        }
+    };
+    driver.bucket_floor = factor.bucket;
+    driver.seat(seated, longest + case.output_len + 1);
+    driver.prefill(factor.chunk, &mut hear)?;
+    driver.decode(case.output_len - 1, &mut hear)?;
+    driver.bucket_floor = 0;
+    let answer = |(ids, logprob_bits, ended): (Vec<u32>, Vec<u32>, Option<EndReason>)| {
+        let stop = matches!(ended, Some(EndReason::Eos | EndReason::StopId));
+        let shown =
+            if stop && ids.last().is_some_and(|id| eos_ids.contains(id)) { &ids[..ids.len() - 1] } else { &ids[..] };
+        let text = tokenizer.decode(shown, true);
+        RowAnswer {
+            token_sha256: sha256_of_ids(&ids),
+            text_sha256: hex(&Sha256::digest(&text)),
+            finish_reason: if stop { "stop" } else { "length" },
+            text,
+            ids,
+            logprob_bits,
+        }
+    };
+    let rows = rows.split_off(factor.neighbours).into_iter().map(answer).collect();
+    Ok(CaseAnswer { rows, routes_local: routes.0, routes_remote: routes.1 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(ids: &[u32], bits: &[u32]) -> CaseAnswer {
+        let row = RowAnswer {
+            ids: ids.to_vec(),
+            text: String::new(),
+            token_sha256: String::new(),
+            text_sha256: String::new(),
+            finish_reason: "length",
+            logprob_bits: bits.to_vec(),
+        };
+        CaseAnswer { rows: vec![row], routes_local: 0, routes_remote: 0 }
+    }
+
+    #[test]
+    fn the_first_difference_is_named() {
+        let base = answer(&[1, 2, 3], &[7, 8, 9]);
+        let reason = |other: CaseAnswer| first_different(&base, &other).map(|d| (d.index, d.reason));
+        assert_eq!(reason(base.clone()), None);
+        assert_eq!(reason(answer(&[1, 5, 3], &[7, 8, 9])), Some((1, "token_mismatch")));
+        assert_eq!(reason(answer(&[1, 2], &[7, 8])), Some((2, "length_mismatch")));
+        assert_eq!(reason(answer(&[1, 2, 3], &[7, 8, 1])), Some((2, "logprob_mismatch")));
+    }
+}

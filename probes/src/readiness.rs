@@ -1,0 +1,215 @@
+//! graph-readiness: was every bucket captured, instantiated, replayed over many steps, and equal to eager bit for bit?
+//!
+//! Fail-closed: ready is what remains when nothing was found wrong. **Invariant:** the eager device and the graph device run the same
+//! script (`script`) from the same start; every bucket that is configured is part of it.
+
+mod canary;
+mod locate;
+mod report;
+
+use crate::claim::{Claim, Label};
+use crate::cli::{Outcome, ProbeError};
+use crate::cuda::{self, NoDevice};
+use crate::driver::Driver;
+use crate::evidence::Draft;
+use crate::script::{self, Transcript, first_divergence};
+use crate::stats::Summary;
+use crate::subject::{Subject, SubjectArgs};
+use report::{BucketReport, FailureStage, Readiness};
+use slotgraph_graphs::cuda::{Counters, CudaDevice};
+use slotgraph_graphs::device::DeviceError;
+use slotgraph_kernels::Role;
+
+/// Prove that every bucket's graph replays as eager runs.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    subject: SubjectArgs,
+    /// Decode steps of each bucket's longest part.
+    #[arg(long, default_value_t = 96)]
+    steps: usize,
+    /// Further replays of the smallest bucket, over which nothing may be allocated.
+    #[arg(long, default_value_t = 1000)]
+    replays: usize,
+    /// Leave the planted faults out (they run on the bundled model).
+    #[arg(long)]
+    no_canary: bool,
+}
+
+/// What one device did with every bucket's script.
+struct Ran {
+    /// In the order of the buckets.
+    transcripts: Vec<Transcript>,
+    /// The same again with pad rows' page full of NaN.
+    poisoned: Vec<Transcript>,
+    counters_before: Counters,
+    counters_after: Counters,
+}
+
+pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
+    let subject = Subject::open(&args.subject)?;
+    let mut draft = Draft::new(
+        "graph-readiness",
+        "was every bucket captured, replayed over many steps, and equal to eager bit for bit?",
+        Claim::of(Label::GraphReadiness),
+    );
+    draft = subject.describe(draft);
+    if !cuda::is_cuda(&subject) {
+        return NoDevice::Absent("there is no CUDA device to capture graphs on".into()).end(draft);
+    }
+    if args.steps < 8 || args.steps + 64 > subject.config.max_model_len {
+        return Err(ProbeError::Usage(format!("--steps {}: between 8 and --max-model-len less 64", args.steps)));
+    }
+    let buckets = subject.config.buckets.clone();
+    let mut readiness = Readiness::new(subject.config.transport.name(), &buckets);
+
+    let eager = match cuda::prepare(&subject, false, None) {
+        Ok(device) => run_script(device, &buckets, args, None),
+        Err(none @ NoDevice::Absent(_)) => return none.end(draft),
+        Err(NoDevice::Failed(reason)) => Err((FailureStage::ReferenceFailed, reason)),
+    };
+    let graph = match &eager {
+        Err(_) => Err((FailureStage::NotStarted, String::new())),
+        Ok(_) => match cuda::prepare(&subject, true, None) {
+            Ok(device) => {
+                draft.contract_hash = contract_hash(&device);
+                draft.startup = serde_json::to_value(device.report()).expect("a report is plain data");
+                run_script(device, &buckets, args, Some(&mut readiness))
+            }
+            Err(none) => Err((FailureStage::CaptureFailed, none.to_string())),
+        },
+    };
+    match (&eager, &graph) {
+        (Ok(eager), Ok(graph)) => judge(&mut readiness, eager, graph),
+        (Err((stage, reason)), _) | (_, Err((stage, reason))) => readiness.fail(*stage, reason),
+    }
+    if readiness.diverged() {
+        drop((eager, graph));
+        locate::first_op(&subject, &mut readiness, args.steps);
+    }
+    readiness.record(&mut draft);
+    if !args.no_canary {
+        draft.canary(canary::planted(&args.subject)?);
+    }
+    Ok(Outcome::Evidence(Box::new(draft.finish())))
+}
+
+fn contract_hash(device: &CudaDevice) -> String {
+    use slotgraph_graphs::device::Device;
+    device.facts().contract_hash
+}
+
+type Failure = (FailureStage, String);
+
+/// Runs every bucket's script, plain and poisoned; a graph device also tells what was captured.
+fn run_script(
+    device: CudaDevice,
+    buckets: &[usize],
+    args: &Args,
+    mut readiness: Option<&mut Readiness>,
+) -> Result<Ran, Failure> {
+    let failed = |e: DeviceError| (FailureStage::ReplayFailed, e.to_string());
+    let limits = device.limits().clone();
+    let ledger_before = device.ledger_hash();
+    let counters_before = device.counters();
+    let mut driver = Driver::new(device, limits);
+    let mut transcripts = Vec::new();
+    for &bucket in buckets {
+        transcripts.push(script::run(&mut driver, bucket, args.steps).map_err(failed)?);
+    }
+    if readiness.is_some() && args.replays > 0 {
+        exhaust(&mut driver, args.replays).map_err(failed)?;
+    }
+    let counters_after = driver.device.counters();
+    let mut poisoned = Vec::new();
+    for &bucket in buckets {
+        poison(&mut driver.device).map_err(|e| (FailureStage::ReplayFailed, e))?;
+        poisoned.push(script::run(&mut driver, bucket, args.steps).map_err(failed)?);
+    }
+    if let Some(readiness) = &mut readiness {
+        for (report, transcript) in readiness.buckets.iter_mut().zip(&transcripts) {
+            describe(report, &driver.device, transcript)?;
+            report.ledger_hash_before = ledger_before.clone();
+            report.ledger_hash_after = driver.device.ledger_hash();
+        }
+    }
+    Ok(Ran { transcripts, poisoned, counters_before, counters_after })
+}
+
+/// Many replays of one row, restarting its request when its context is full.
+fn exhaust(driver: &mut Driver<CudaDevice>, replays: usize) -> Result<(), DeviceError> {
+    let mut left = replays;
+    let context = driver.limits().max_model_len;
+    while left > 0 {
+        let steps = left.min(context - 16);
+        driver.seat(vec![script::plain_request(7, 4)], context);
+        driver.prefill(usize::MAX, |_| {})?;
+        driver.decode(steps, |_| {})?;
+        left -= steps;
+    }
+    Ok(())
+}
+
+/// Fills page 0, which only pad rows may read or write, with NaN bits.
+fn poison(device: &mut CudaDevice) -> Result<(), String> {
+    let pools: Vec<(String, usize)> = device
+        .buffers()
+        .iter()
+        .filter(|spec| spec.role == Role::Kv)
+        .map(|spec| (spec.name.clone(), spec.bytes() / spec.shape[0].max(1)))
+        .collect();
+    for (name, page_bytes) in pools {
+        device.write_buffer(&name, 0, &vec![0xff; page_bytes]).map_err(|e| e.to_string())?;
+    }
+    Ok(())
+}
+
+/// What the capture gave and how the replays went.
+fn describe(report: &mut BucketReport, device: &CudaDevice, transcript: &Transcript) -> Result<(), Failure> {
+    let made = device.report().graphs.iter().find(|graph| graph.bucket == report.bucket);
+    let Some(made) = made else {
+        return Err((FailureStage::CaptureFailed, format!("bucket {} has no graph", report.bucket)));
+    };
+    report.captured = true;
+    report.instantiated = true;
+    report.capture_us = made.capture_us;
+    report.instantiate_us = made.instantiate_us;
+    report.upload_us = made.upload_us;
+    let again = device.recheck(report.bucket).map_err(|e| (FailureStage::VerificationFailed, e.to_string()))?;
+    report.unchanged_since_capture = again.digest == made.audit.digest;
+    report.take_rank(made, &again);
+    let us: Vec<f64> = transcript.times.iter().map(|time| time.device.as_secs_f64() * 1e6).collect();
+    let launch: Vec<f64> = transcript.times.iter().map(|time| time.enqueue.as_secs_f64() * 1e6).collect();
+    report.replay_us = Summary::of(&us);
+    report.launch_us = Summary::of(&launch);
+    report.replayed = !transcript.steps.is_empty();
+    report.replay_count = transcript.steps.len();
+    Ok(())
+}
+
+fn judge(readiness: &mut Readiness, eager: &Ran, graph: &Ran) {
+    for (at, report) in readiness.buckets.iter_mut().enumerate() {
+        let (want, got) = (&eager.transcripts[at], &graph.transcripts[at]);
+        let plain = first_divergence(want, got);
+        report.steps_verified = match &plain {
+            None => got.steps.len(),
+            Some(divergence) => got.steps.iter().take_while(|step| step.step < divergence.step).count(),
+        };
+        report.first_divergence = plain.map(Into::into);
+        report.poison_changes_nothing =
+            same_but_steps(want, &graph.poisoned[at]) && same_but_steps(want, &eager.poisoned[at]);
+    }
+    readiness.counters_before = graph.counters_before;
+    readiness.counters_after = graph.counters_after;
+    readiness.close();
+}
+
+/// Equal apart from the step numbers: the second run of a script continues the device's count.
+fn same_but_steps(want: &Transcript, got: &Transcript) -> bool {
+    want.steps.len() == got.steps.len()
+        && want
+            .steps
+            .iter()
+            .zip(&got.steps)
+            .all(|(a, b)| a.records == b.records && a.routes == b.routes && a.pad_rows == b.pad_rows)
+}

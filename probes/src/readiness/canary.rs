@@ -1,0 +1,68 @@
+//! The faults that graph-readiness must catch, each planted on the bundled model.
+
+use crate::cli::ProbeError;
+use crate::cuda;
+use crate::driver::Driver;
+use crate::evidence::Canary;
+use crate::script::{self, Transcript, first_divergence};
+use crate::subject::{Subject, SubjectArgs};
+use slotgraph_graphs::device::Device;
+use slotgraph_graphs::fault::{Fault, FaultDevice};
+use slotgraph_runtime::config::Settings;
+
+/// Must fail the capture.
+const AT_PREPARE: [&str; 2] = ["unregistered-pointer", "capture-fail@4"];
+/// Must change the transcript.
+const AT_REPLAY: [&str; 5] = ["baked-position@4", "pad-write@4", "token@9", "logprob-bit@9", "freed-page@1"];
+/// Bucket whose script the faults run in; one short of full, so that there is a pad row.
+const BUCKET: usize = 4;
+const STEPS: usize = 24;
+
+/// Plants every fault; caught only if all are.
+pub fn planted(args: &SubjectArgs) -> Result<Canary, ProbeError> {
+    let settings = Settings {
+        device: Some("cuda".into()),
+        devices: args.engine.settings().devices,
+        lib_dir: args.engine.settings().lib_dir,
+        max_slots: Some(8),
+        kv_pages: Some(260),
+        prefill_chunk: Some(64),
+        ..Settings::default()
+    };
+    let demo = SubjectArgs { model: None, engine: args.engine.clone() };
+    let subject = Subject::with(&demo, &settings)?;
+    let truth = transcript(&subject, false, None)?;
+    let mut missed = Vec::new();
+    for fault in AT_PREPARE {
+        let fault: Fault = fault.parse().map_err(|e| ProbeError::Failed(format!("{e}")))?;
+        if cuda::prepare(&subject, true, Some(fault)).is_ok() {
+            missed.push(fault.to_string());
+        }
+    }
+    for fault in AT_REPLAY {
+        let fault: Fault = fault.parse().map_err(|e| ProbeError::Failed(format!("{e}")))?;
+        // A step that the fault makes impossible is as good as one that differs.
+        let differs = transcript(&subject, true, Some(fault)).map_or(true, |t| first_divergence(&truth, &t).is_some());
+        if !differs {
+            missed.push(fault.to_string());
+        }
+    }
+    if first_divergence(&truth, &transcript(&subject, true, None)?).is_some() {
+        missed.push("(the unfaulted graph differs from eager)".into());
+    }
+    let faults = [AT_PREPARE.as_slice(), AT_REPLAY.as_slice()].concat().join(", ");
+    let what = if missed.is_empty() { faults } else { format!("{faults}; missed: {}", missed.join(", ")) };
+    Ok(Canary::planted(&what, missed.is_empty()))
+}
+
+fn transcript(subject: &Subject, graph: bool, fault: Option<Fault>) -> Result<Transcript, ProbeError> {
+    let failed = |e: &dyn std::fmt::Display| ProbeError::Failed(e.to_string());
+    let device = cuda::prepare(subject, graph, None).map_err(|e| failed(&e))?;
+    let limits = device.limits().clone();
+    let device: Box<dyn Device> = match fault {
+        None => Box::new(device),
+        Some(fault) => Box::new(FaultDevice::arm(device, 0, &[fault]).map_err(|e| failed(&e))?),
+    };
+    let mut driver = Driver::new(device, limits);
+    script::run(&mut driver, BUCKET, STEPS).map_err(|e| failed(&e))
+}
