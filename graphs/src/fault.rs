@@ -1,7 +1,7 @@
 //! Faults that are planted on purpose, by name: what probes and tests must notice.
 //!
 //! Armed by `--fault NAME[@N]` alone and in every build. `FaultDevice` commits those that show at a device's edge; a device
-//! commits those inside it (`Device::arm`); the engine and its start-up commit the rest at the points they name.
+//! commits those inside it (`Device::arm`) and those of its start-up. The engine has a few more of its own.
 //! **Invariant:** without a fault the wrapper changes nothing that passes through it.
 
 use crate::device::{Device, DeviceError, DeviceFacts};
@@ -14,7 +14,7 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FaultKind {
     /// Enqueuing step N fails.
-    EngineError,
+    DeviceError,
     /// From step N on, no step settles.
     DeviceStall,
     /// A row of step N has a NaN among its logits.
@@ -35,10 +35,6 @@ pub enum FaultKind {
     BakedPosition,
     /// From step N on, pad rows write page 1.
     PadWrite,
-    /// The engine thread panics before it enqueues step N.
-    EnginePanic,
-    /// The engine thread sleeps before it enqueues step N.
-    EngineStall,
     /// Rank N never arrives at its first start-up barrier.
     StartStall,
     /// The capture of bucket N fails.
@@ -54,15 +50,13 @@ pub enum FaultPlace {
     Edge,
     /// The device, by `Device::arm`.
     Device,
-    /// The engine loop.
-    Engine,
     /// Start-up.
     Start,
 }
 
 /// Name, place, and what N counts.
-const FAULTS: [(FaultKind, &str, FaultPlace, &str); 16] = [
-    (FaultKind::EngineError, "engine-error", FaultPlace::Edge, "step"),
+const FAULTS: [(FaultKind, &str, FaultPlace, &str); 14] = [
+    (FaultKind::DeviceError, "device-error", FaultPlace::Edge, "step"),
     (FaultKind::DeviceStall, "device-stall", FaultPlace::Edge, "step"),
     (FaultKind::NanRow, "nan-row", FaultPlace::Edge, "step"),
     (FaultKind::Token, "token", FaultPlace::Edge, "step"),
@@ -73,8 +67,6 @@ const FAULTS: [(FaultKind, &str, FaultPlace, &str); 16] = [
     (FaultKind::RankStall, "rank-stall", FaultPlace::Edge, "rank"),
     (FaultKind::BakedPosition, "baked-position", FaultPlace::Device, "step"),
     (FaultKind::PadWrite, "pad-write", FaultPlace::Device, "step"),
-    (FaultKind::EnginePanic, "engine-panic", FaultPlace::Engine, "step"),
-    (FaultKind::EngineStall, "engine-stall", FaultPlace::Engine, "step"),
     (FaultKind::StartStall, "start-stall", FaultPlace::Start, "rank"),
     (FaultKind::CaptureFail, "capture-fail", FaultPlace::Start, "bucket"),
     (FaultKind::UnregisteredPointer, "unregistered-pointer", FaultPlace::Start, "bucket"),
@@ -157,7 +149,7 @@ struct Planted {
 }
 
 impl<D: Device> FaultDevice<D> {
-    /// Arms `faults` on rank `rank`; those of the engine and of start-up are left to them. A fault that the device itself
+    /// Arms `faults` on rank `rank`; those of start-up are left to it. A fault that the device itself
     /// would have to commit and cannot is refused.
     pub fn arm(mut device: D, rank: usize, faults: &[Fault]) -> Result<FaultDevice<D>, DeviceError> {
         let mut planted = Vec::new();
@@ -168,7 +160,7 @@ impl<D: Device> FaultDevice<D> {
                     let kind = device.facts().kind;
                     return Err(DeviceError::Lost(format!("a {kind} device cannot commit the fault {fault}")));
                 }
-                FaultPlace::Device | FaultPlace::Engine | FaultPlace::Start => {}
+                FaultPlace::Device | FaultPlace::Start => {}
             }
         }
         let changed = StepInput::default();
@@ -233,8 +225,8 @@ impl<D: Device> FaultDevice<D> {
 
 impl<D: Device> Device for FaultDevice<D> {
     fn enqueue(&mut self, input: &StepInput) -> Result<(), DeviceError> {
-        if self.due(FaultKind::EngineError, input.step) {
-            return Err(DeviceError::Lost(format!("the fault engine-error was armed for step {}", input.step)));
+        if self.due(FaultKind::DeviceError, input.step) {
+            return Err(DeviceError::Lost(format!("the fault device-error was armed for step {}", input.step)));
         }
         if self.on_rank(FaultKind::RankStall) {
             self.swallowed += 1;
@@ -334,7 +326,7 @@ mod tests {
     fn unarmed_the_wrapper_changes_nothing() {
         let plain = three_steps(&mut armed(&[]).device);
         assert_eq!(three_steps(&mut armed(&[])), plain);
-        assert_eq!(three_steps(&mut armed(&["engine-panic@1", "start-stall@0", "token@9"])), plain);
+        assert_eq!(three_steps(&mut armed(&["capture-fail@1", "start-stall@0", "token@9"])), plain);
     }
 
     #[test]
@@ -356,7 +348,7 @@ mod tests {
 
     #[test]
     fn a_failing_step_fails() {
-        let mut device = armed(&["engine-error@2"]);
+        let mut device = armed(&["device-error@2"]);
         device.enqueue(&prefill(9)).unwrap();
         assert!(matches!(device.enqueue(&decode(2)), Err(DeviceError::Lost(reason)) if reason.contains("step 2")));
     }

@@ -2,16 +2,13 @@
 
 use super::parse::{bytes, duration, fraction, list, refuse, switch, word};
 use super::{Config, ConfigError, DeviceKind, KvMemory, Machine, PrecisionMode, Settings, Transport};
+use slotgraph_graphs::bucket::{ROWS_MAX, decode_buckets, with_prefill};
 use slotgraph_graphs::spec::ModelSpec;
 use slotgraph_kernels::contract::PAGE_TOKENS;
 use std::time::Duration;
 
-/// Rows of the widest plan.
-const ROWS_MAX: usize = 2048;
 /// Seats at most.
 const SLOTS_MAX: usize = 1024;
-/// The widest bucket is trimmed to a multiple of this.
-const ROWS_STEP: usize = 16;
 const CPU_KV_BYTES: u64 = 64 << 20;
 const CUDA_KV_FRACTION: f64 = 0.9;
 
@@ -189,11 +186,8 @@ fn step_shapes(settings: &Settings, device: DeviceKind) -> Result<(usize, Vec<us
     let default_slots = if cuda { 128 } else { 16 };
     let Some(text) = settings.buckets.as_deref() else {
         let max_slots = within("--max-slots", settings.max_slots, default_slots, 1, SLOTS_MAX)?;
-        let mut buckets = vec![1];
-        while *buckets.last().expect("it starts with one") < max_slots {
-            buckets.push(buckets.last().expect("it starts with one") * 2);
-        }
-        return Ok((max_slots, with_prefill(buckets, max_slots, prefill_chunk), prefill_chunk));
+        let buckets = with_prefill(&decode_buckets(max_slots), max_slots, prefill_chunk);
+        return Ok((max_slots, buckets, prefill_chunk));
     };
     let flag = "--buckets";
     let buckets = list(flag, text)?;
@@ -209,19 +203,7 @@ fn step_shapes(settings: &Settings, device: DeviceKind) -> Result<(usize, Vec<us
         let reason = format!("the largest bucket is {last}, but --max-slots is {max_slots}; add a bucket or lower it");
         return Err(refuse(flag, text, reason));
     }
-    Ok((max_slots, with_prefill(buckets, max_slots, prefill_chunk), prefill_chunk))
-}
-
-/// Adds powers of two for prefill and mixed steps, the last one trimmed to what such a step can hold.
-fn with_prefill(mut buckets: Vec<usize>, max_slots: usize, prefill_chunk: usize) -> Vec<usize> {
-    let widest = (max_slots + prefill_chunk).next_multiple_of(ROWS_STEP).min(ROWS_MAX);
-    loop {
-        let last = *buckets.last().expect("there are decode buckets");
-        if last >= widest {
-            return buckets;
-        }
-        buckets.push((last + 1).next_power_of_two().min(widest));
-    }
+    Ok((max_slots, with_prefill(&buckets, max_slots, prefill_chunk), prefill_chunk))
 }
 
 /// One page over all layers: bf16 on a GPU, f32 on the CPU.

@@ -1,10 +1,11 @@
 //! How many prefill rows a step takes, and which bucket it runs in. Pure decisions.
 
+use slotgraph_graphs::bucket;
 use std::time::Duration;
 
 /// The smallest bucket with at least `rows` rows.
 pub(crate) fn bucket_for(buckets: &[usize], rows: usize) -> usize {
-    *buckets.iter().find(|&&bucket| bucket >= rows).expect("fill keeps the rows of a step within the largest bucket")
+    bucket::smallest(buckets, rows).expect("fill keeps the rows of a step within the largest bucket")
 }
 
 /// Prefill rows of a step with `decode` decode rows, when `available` wait and `budget` may ride: as many as may, or fewer when that fills
