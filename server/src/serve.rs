@@ -18,7 +18,9 @@ use serde_json::json;
 use slotgraph_runtime::checkpoint::Checkpoint;
 use slotgraph_runtime::config::Config;
 use slotgraph_runtime::engine::EngineFailure;
+use slotgraph_runtime::load::LIFE_STATES;
 use slotgraph_runtime::ranks::RankStart;
+use slotgraph_runtime::request::AbortCause;
 use slotgraph_runtime::startup::{Phase, Phases};
 use std::io::Write;
 use std::process::ExitCode;
@@ -234,10 +236,9 @@ impl Server {
         tracing::info!(requests = self.app.registry.count(), seconds = timeout.as_secs_f64(), "draining");
         self.app.draining.store(true, Relaxed);
         service.engine.drain(deadline);
-        let complete = self.idle_before(deadline).await;
-        if !complete {
-            self.idle_before(deadline + LAST_WORDS).await;
-        }
+        let idle = self.idle_before(deadline + LAST_WORDS).await;
+        let load = service.engine.load();
+        let complete = idle && LIFE_STATES.iter().all(|state| load.swept(*state, AbortCause::Drain) == 0);
         service.engine.shutdown();
         self.last_words(LAST_WORDS).await;
         let clean = matches!(tokio::time::timeout(ENGINE_LEAVES, left).await, Ok(Ok(Ok(()))));

@@ -5,8 +5,10 @@
 
 pub mod cpu;
 pub mod drive;
+pub mod http;
 pub mod oracle;
 pub mod rig;
+pub mod server;
 pub mod stepwise;
 
 use std::path::{Path, PathBuf};
