@@ -24,7 +24,8 @@ pub enum CpuWeight {
     Rope(RopeValues),
 }
 
-/// `groups` matrices in panels `[group][panel][k][PANEL]` of bf16 bits (half the bytes of f32, and the same values).
+/// `groups` matrices in panels `[group][panel][k / 2][PANEL]`; a word holds the bf16 bits of two neighbouring k, the even one
+/// below (half the bytes of f32, the same values, and one shift or one mask to widen).
 #[derive(Clone, Debug, PartialEq)]
 pub struct PackedGemm {
     pub kind: GemmKind,
@@ -35,7 +36,7 @@ pub struct PackedGemm {
     pub slices: usize,
     /// Panels of one group. Gate | up kinds start `up` on a panel of its own.
     pub panels: usize,
-    pub bits: Vec<u16>,
+    pub pairs: Vec<u32>,
 }
 
 /// cos and sin by position and pair.
@@ -79,7 +80,7 @@ impl CpuWeight {
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         match self {
-            CpuWeight::Gemm(packed) => 2 * packed.bits.len(),
+            CpuWeight::Gemm(packed) => 4 * packed.pairs.len(),
             CpuWeight::Vector(values) => 4 * values.len(),
             CpuWeight::Table { bits, .. } => 2 * bits.len(),
             CpuWeight::Rope(rope) => 4 * rope.cos_sin.len(),
@@ -120,26 +121,30 @@ impl PackedGemm {
     fn zeroed(kind: GemmKind, groups: usize, n: usize, k: usize) -> Self {
         let panels = if halves(kind) { 2 * (n / 2).div_ceil(PANEL) } else { n.div_ceil(PANEL) };
         let slices = contract::slices(kind, n, k);
-        PackedGemm { kind, groups, n, k, slices, panels, bits: vec![0; groups * panels * k * PANEL] }
+        PackedGemm { kind, groups, n, k, slices, panels, pairs: vec![0; groups * panels * k.div_ceil(2) * PANEL] }
+    }
+
+    /// Words of one panel.
+    fn panel_words(&self) -> usize {
+        self.k.div_ceil(2) * PANEL
     }
 
     /// Places one group's row-major `[n, k]`.
     fn pack(&mut self, group: usize, rows: &[u16]) {
-        let (k, half) = (self.k, self.n / 2);
-        let start = group * self.panels * k * PANEL;
-        for (row, values) in rows.chunks_exact(k).enumerate() {
+        let (half, words) = (self.n / 2, self.panel_words());
+        for (row, values) in rows.chunks_exact(self.k).enumerate() {
             let feature = if halves(self.kind) && row >= half { row - half + self.panels / 2 * PANEL } else { row };
-            let at = start + feature / PANEL * k * PANEL + feature % PANEL;
-            for (slot, value) in self.bits[at..].iter_mut().step_by(PANEL).zip(values) {
-                *slot = *value;
+            let at = (group * self.panels + feature / PANEL) * words + feature % PANEL;
+            for (word, pair) in self.pairs[at..].iter_mut().step_by(PANEL).zip(values.chunks(2)) {
+                *word = u32::from(pair[0]) | u32::from(pair.get(1).copied().unwrap_or(0)) << 16;
             }
         }
     }
 
-    /// One panel: `[k][PANEL]` bf16 bits.
-    pub(crate) fn panel(&self, group: usize, panel: usize) -> &[u16] {
-        let at = (group * self.panels + panel) * self.k * PANEL;
-        &self.bits[at..at + self.k * PANEL]
+    /// One panel: `[k / 2][PANEL]`.
+    pub(crate) fn panel(&self, group: usize, panel: usize) -> &[u32] {
+        let words = self.panel_words();
+        &self.pairs[(group * self.panels + panel) * words..][..words]
     }
 }
 

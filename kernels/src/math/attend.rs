@@ -170,13 +170,16 @@ impl Heads<'_> {
             }
         }
         let corr: [f32; L] = std::array::from_fn(|head| exp(m[head] - max[head]));
-        let mut sum = [0.0; L];
         for scores in p.iter_mut() {
             for head in 0..L {
-                scores[head] = exp(scores[head] - max[head]);
+                scores[head] -= max[head];
             }
+        }
+        p.as_flattened_mut().iter_mut().for_each(|p| *p = exp(*p));
+        let mut sum = [0.0; L];
+        for p in p.iter() {
             for head in 0..L {
-                sum[head] += scores[head];
+                sum[head] += p[head];
             }
         }
         for head in 0..L {

@@ -9,6 +9,7 @@ const LN2_HI: f32 = 6.931_457_5e-1;
 const LN2_LO: f32 = 1.428_606_8e-6;
 const P1: f32 = 1.666_662_5e-1;
 const P2: f32 = -2.766_733_3e-3;
+const ROUNDER: f32 = 12_582_912.0;
 /// Largest magnitudes of each range, as bits.
 const HALF_LN2: u32 = 0x3eb1_7218;
 const THREE_HALF_LN2: u32 = 0x3f85_1592;
@@ -23,13 +24,14 @@ pub fn exp(x: f32) -> f32 {
     let negative = x.to_bits() >> 31 == 1;
     let magnitude = x.to_bits() & 0x7fff_ffff;
 
-    // x = k·ln 2 + r. The clamp only spares the conversion values whose result is chosen below.
+    // x = k·ln 2 + r. The clamp only spares the steps below values whose result is chosen at the end.
     let half = if negative { -0.5 } else { 0.5 };
-    let far = (LOG2_E * x.clamp(-150.0, 150.0) + half) as i32;
-    let near = if negative { -1 } else { 1 };
-    let k = if magnitude > THREE_HALF_LN2 { far } else { near };
-    let k = if magnitude > HALF_LN2 { k } else { 0 };
-    let kf = k as f32;
+    let far = (LOG2_E * x.clamp(-150.0, 150.0) + half).trunc();
+    let near = if negative { -1.0 } else { 1.0 };
+    let kf = if magnitude > THREE_HALF_LN2 { far } else { near };
+    let kf = if magnitude > HALF_LN2 { kf } else { 0.0 };
+    // A whole number added to 1.5 · 2²³ stands in the low bits (a cast would not vectorise: it saturates).
+    let k = (kf + ROUNDER).to_bits().wrapping_sub(ROUNDER.to_bits()) as i32;
     let hi = x - kf * LN2_HI;
     let lo = kf * LN2_LO;
     let r = hi - lo;
@@ -39,7 +41,7 @@ pub fn exp(x: f32) -> f32 {
     let y = 1.0 + (r * c / (2.0 - c) - lo + hi);
     // Two factors, so that a subnormal result is rounded once.
     let first = k >> 1;
-    let scaled = y * power_of_two(first) * power_of_two(k - first);
+    let scaled = y * power_of_two(first) * power_of_two(k.wrapping_sub(first));
 
     let scaled = if magnitude > TINY { scaled } else { 1.0 + x };
     let scaled = if magnitude >= UNDERFLOW && negative { 0.0 } else { scaled };
@@ -49,7 +51,7 @@ pub fn exp(x: f32) -> f32 {
 
 #[inline(always)]
 fn power_of_two(k: i32) -> f32 {
-    f32::from_bits(((k + 127) << 23) as u32)
+    f32::from_bits((k.wrapping_add(127) << 23) as u32)
 }
 
 /// x / (1 + exp(−x)).

@@ -5,10 +5,11 @@
 //! share each weight load; each output still sees its own K order.
 
 use super::exp::silu;
-use super::{PARALLEL_WORK, join, rounded, vectorised};
+use super::{PARALLEL_WORK, join, rounded};
 use crate::contract::{K_TILE, slice_tiles};
 use crate::cpu::{PANEL, PackedGemm};
 use crate::spec::Precision;
+use pulp::{Arch, Simd, WithSimd};
 use std::ops::Range;
 
 /// Some input rows that one group of the weight multiplies.
@@ -120,8 +121,6 @@ struct Gemm<'a> {
 
 /// Outputs of one panel for one row.
 type Lanes = [f32; PANEL];
-/// Outputs of P panels for R rows.
-type Tile<const R: usize, const P: usize> = [[Lanes; P]; R];
 
 impl Gemm<'_> {
     /// Halves the work until a piece is small, across jobs first, then across the panels of one job.
@@ -134,123 +133,155 @@ impl Gemm<'_> {
             join(work, || self.split(left, panels.clone(), out_left), || self.split(right, panels.clone(), out_right));
         } else if let [job] = jobs {
             if work < PARALLEL_WORK || panels.len() < 2 {
-                vectorised(
-                    #[inline(always)]
-                    || self.block(*job, panels, out),
-                );
-                return;
+                let starts = &self.starts[job.first..][..job.count];
+                return Arch::new().dispatch(Block { gemm: self, group: job.group, starts, panels, out });
             }
-            let middle = panels.start + (panels.len() / 2).next_multiple_of(if panels.len() < 8 { 1 } else { 4 });
+            let middle = panels.start + panels.len() / 2;
             let (out_left, out_right) = out.split_at_mut((middle - panels.start) * job.count * PANEL);
-            join(
-                work,
-                || self.split(jobs, panels.start..middle, out_left),
-                || self.split(jobs, middle..panels.end, out_right),
-            );
+            let (left, right) = (panels.start..middle, middle..panels.end);
+            join(work, || self.split(jobs, left, out_left), || self.split(jobs, right, out_right));
         }
     }
+}
 
-    /// Some panels of one job, into `[panel][row][PANEL]`.
+/// Some panels of one job on one thread.
+struct Block<'a> {
+    gemm: &'a Gemm<'a>,
+    group: usize,
+    starts: &'a [usize],
+    panels: Range<usize>,
+    /// `[panel][row][PANEL]`.
+    out: &'a mut [f32],
+}
+
+impl WithSimd for Block<'_> {
+    type Output = ();
+
+    /// Eight accumulators at a time, whatever the number of rows: as many as hide the latency of an addition.
     #[inline(always)]
-    fn block(&self, job: Job, panels: Range<usize>, out: &mut [f32]) {
-        if job.count == 1 {
-            let mut panel = panels.start;
-            while panel + 4 <= panels.end {
-                self.tile::<1, 4>(job, 0, panel, &mut out[(panel - panels.start) * PANEL..]);
-                panel += 4;
-            }
-            for panel in panel..panels.end {
-                self.tile::<1, 1>(job, 0, panel, &mut out[(panel - panels.start) * PANEL..]);
-            }
-            return;
-        }
-        let mut panel = panels.start;
-        while panel < panels.end {
-            let out = &mut out[(panel - panels.start) * job.count * PANEL..];
-            let pair = panel + 2 <= panels.end;
-            let mut row = 0;
-            while row < job.count {
-                match (job.count - row, pair) {
-                    (4.., true) => self.tile::<4, 2>(job, row, panel, out),
-                    (4.., false) => self.tile::<4, 1>(job, row, panel, out),
-                    (2.., true) => self.tile::<2, 2>(job, row, panel, out),
-                    (2.., false) => self.tile::<2, 1>(job, row, panel, out),
-                    (_, true) => self.tile::<1, 2>(job, row, panel, out),
-                    (_, false) => self.tile::<1, 1>(job, row, panel, out),
-                }
-                row += match job.count - row {
-                    4.. => 4,
-                    2.. => 2,
-                    _ => 1,
-                };
-            }
-            panel += if pair { 2 } else { 1 };
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        let rows = self.starts.len();
+        let mut row = 0;
+        while row < rows {
+            row += match rows - row {
+                1 => self.row_block::<S, 1, 8, 4>(simd, row),
+                2 => self.row_block::<S, 2, 4, 2>(simd, row),
+                3 => self.row_block::<S, 3, 2, 2>(simd, row),
+                _ => self.row_block::<S, 4, 2, 2>(simd, row),
+            };
         }
     }
+}
 
-    /// Rows `row .. row + R` of a job times panels `panel .. panel + P`; `out` starts at the first of those panels.
+impl Block<'_> {
+    /// R rows times all panels, V vectors of outputs at a time, then W, then one; gives R.
     #[inline(always)]
-    fn tile<const R: usize, const P: usize>(&self, job: Job, row: usize, panel: usize, out: &mut [f32]) {
-        let weight = self.weight;
-        let rows: [&[f32]; R] = std::array::from_fn(|r| &self.x[self.starts[job.first + row + r]..][..weight.k]);
-        let panels: [&[Bits]; P] = std::array::from_fn(|p| weight.panel(job.group, panel + p).as_chunks().0);
+    fn row_block<S: Simd, const R: usize, const V: usize, const W: usize>(&mut self, simd: S, row: usize) -> usize {
+        let vectors = self.panels.len() * PANEL / S::F32_LANES;
+        let mut at = 0;
+        while at + V <= vectors {
+            self.tile::<S, R, V>(simd, row, at);
+            at += V;
+        }
+        while W < V && at + W <= vectors {
+            self.tile::<S, R, W>(simd, row, at);
+            at += W;
+        }
+        while at < vectors {
+            self.tile::<S, R, 1>(simd, row, at);
+            at += 1;
+        }
+        R
+    }
+
+    /// R rows from `row` times V vectors of outputs from vector `at` of the block.
+    #[inline(always)]
+    fn tile<S: Simd, const R: usize, const V: usize>(&mut self, simd: S, row: usize, at: usize) {
+        let weight = self.gemm.weight;
+        let parts = PANEL / S::F32_LANES;
+        let mut rows: [&[f32]; R] = [&[]; R];
+        for (r, x) in rows.iter_mut().enumerate() {
+            *x = &self.gemm.x[self.starts[row + r]..][..weight.k];
+        }
+        let mut weights: [&[S::u32s]; V] = [&[]; V];
+        for (v, w) in weights.iter_mut().enumerate() {
+            let panel = weight.panel(self.group, self.panels.start + (at + v) / parts);
+            *w = &S::as_simd_u32s(panel).0[(at + v) % parts..];
+        }
+
         let tiles = weight.k.div_ceil(K_TILE);
         // The balanced tree by binary carry: after slice i, as many partial sums merge as i + 1 has trailing zero bits.
-        let mut stack = [[[[0.0; PANEL]; P]; R]; 4];
+        let mut stack = [[[simd.splat_f32s(0.0); V]; R]; 4];
         let mut depth = 0;
         for slice in 0..weight.slices {
             let span = slice_tiles(slice, weight.slices, tiles);
             let span = span.start * K_TILE..(span.end * K_TILE).min(weight.k);
-            let mut sum = chain(rows.map(|x| &x[span.clone()]), panels.map(|w| &w[span.clone()]));
+            let mut sum = chain(simd, &rows, &weights, span);
             for _ in 0..(slice + 1).trailing_zeros() {
                 depth -= 1;
-                sum = add(&stack[depth], &sum);
+                for r in 0..R {
+                    for v in 0..V {
+                        sum[r][v] = simd.add_f32s(stack[depth][r][v], sum[r][v]);
+                    }
+                }
             }
             stack[depth] = sum;
             depth += 1;
         }
+
+        let count = self.starts.len();
+        let out = S::as_mut_simd_f32s(self.out).0;
         for (r, sums) in stack[0].iter().enumerate() {
-            for (p, sum) in sums.iter().enumerate() {
-                out[(p * job.count + row + r) * PANEL..][..PANEL].copy_from_slice(sum);
+            for (v, sum) in sums.iter().enumerate() {
+                let (panel, part) = ((at + v) / parts, (at + v) % parts);
+                out[(panel * count + row + r) * parts + part] = *sum;
             }
         }
     }
 }
 
-type Bits = [u16; PANEL];
-
-/// One slice: a chain from +0.0 along K.
+/// One slice: each output's chain from +0.0 along `span` of K.
 #[inline(always)]
-fn chain<const R: usize, const P: usize>(rows: [&[f32]; R], panels: [&[Bits]; P]) -> Tile<R, P> {
-    let mut sum = [[[0.0; PANEL]; P]; R];
-    let len = rows[0].len();
-    let rows = rows.map(|x| &x[..len]);
-    let panels = panels.map(|w| &w[..len]);
-    for k in 0..len {
-        for p in 0..P {
-            let w: Lanes = panels[p][k].map(super::bf16::to_f32);
-            for r in 0..R {
-                let x = rows[r][k];
-                for lane in 0..PANEL {
-                    sum[r][p][lane] += x * w[lane];
-                }
+fn chain<S: Simd, const R: usize, const V: usize>(
+    simd: S,
+    rows: &[&[f32]; R],
+    weights: &[&[S::u32s]; V],
+    span: Range<usize>,
+) -> [[S::f32s; V]; R] {
+    let parts = PANEL / S::F32_LANES;
+    let mut sum = [[simd.splat_f32s(0.0); V]; R];
+    let mut w = [simd.splat_f32s(0.0); V];
+    let (shift, odd) = (simd.splat_u32s(16), simd.splat_u32s(0xffff_0000));
+    for k in (span.start..span.end).step_by(2) {
+        for v in 0..V {
+            w[v] = simd.transmute_f32s_u32s(simd.wrapping_dyn_shl_u32s(weights[v][k / 2 * parts], shift));
+        }
+        step(simd, &mut sum, rows, k, &w);
+        if k + 1 < span.end {
+            for v in 0..V {
+                w[v] = simd.transmute_f32s_u32s(simd.and_u32s(weights[v][k / 2 * parts], odd));
             }
+            step(simd, &mut sum, rows, k + 1, &w);
         }
     }
     sum
 }
 
+/// One k: every sum takes its product, rounded before it is added.
 #[inline(always)]
-fn add<const R: usize, const P: usize>(left: &Tile<R, P>, right: &Tile<R, P>) -> Tile<R, P> {
-    let mut sum = *left;
+fn step<S: Simd, const R: usize, const V: usize>(
+    simd: S,
+    sum: &mut [[S::f32s; V]; R],
+    rows: &[&[f32]; R],
+    k: usize,
+    w: &[S::f32s; V],
+) {
     for r in 0..R {
-        for p in 0..P {
-            for lane in 0..PANEL {
-                sum[r][p][lane] = left[r][p][lane] + right[r][p][lane];
-            }
+        let x = simd.splat_f32s(rows[r][k]);
+        for v in 0..V {
+            sum[r][v] = simd.add_f32s(sum[r][v], simd.mul_f32s(x, w[v]));
         }
     }
-    sum
 }
 
 /// What a GEMM left: for each job `[panel][row][PANEL]`.
