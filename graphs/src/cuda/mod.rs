@@ -45,4 +45,6 @@ pub use timing::{NodeTimes, OpTime};
 pub use weights::{Progress, WeightsReport};
 
 #[cfg(test)]
+mod mock_tests;
+#[cfg(test)]
 mod tests;

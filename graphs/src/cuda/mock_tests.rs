@@ -1,0 +1,443 @@
+//! The device over a mock driver: start-up, capture, audit, rings and failures, on a machine without a GPU.
+//!
+//! Each test runs in a process of its own, since a loaded driver stays loaded: the test starts itself again by name, and there
+//! finds the mock's folder prepared. Kernels do nothing there but publish their step, so these tests say nothing of numbers.
+
+use super::*;
+use crate::device::{Device, DeviceError};
+use crate::exchange::MemoryExchange;
+use crate::plan::RankShape;
+use crate::source::{DummySpec, Source, SourceError, group_extents};
+use crate::spec::{Attention, Mlp, ModelSpec};
+use crate::step::{StepInput, StepOutput};
+use crate::{model, samples};
+use slotgraph_kernels::launch::{Arg, GpuFacts, Launch, stamp};
+use slotgraph_kernels::{Op, WeightSpec, pack};
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// Set in the child: the folder of the mock.
+const FOLDER: &str = "SLOTGRAPH_MOCK_FOLDER";
+
+/// A source that fills every row with its number and remembers what was asked.
+#[derive(Default)]
+struct Rows {
+    asked: Mutex<Vec<(String, usize, Range<usize>)>>,
+    fails: Option<&'static str>,
+    panics: Option<&'static str>,
+    dummy: bool,
+}
+
+impl Source for Rows {
+    fn read_rows(
+        &self,
+        spec: &WeightSpec,
+        group: usize,
+        rows: Range<usize>,
+        out: &mut [u16],
+    ) -> Result<(), SourceError> {
+        assert_eq!(out.len(), rows.len() * group_extents(&spec.form).1);
+        assert_ne!(self.panics, Some(spec.name.as_str()), "planted");
+        if self.fails == Some(spec.name.as_str()) {
+            return Err(SourceError { weight: spec.name.clone(), reason: "the disk is on fire".into() });
+        }
+        out.fill(1);
+        self.asked.lock().unwrap().push((spec.name.clone(), group, rows));
+        Ok(())
+    }
+    fn dummy(&self) -> Option<DummySpec> {
+        self.dummy.then_some(DummySpec { seed: 7 })
+    }
+}
+
+/// The sample model in widths that the CUDA kernels have.
+fn spec() -> ModelSpec {
+    let mut spec = samples::deepseek();
+    let Attention::Mla(mla) = &mut spec.attention else { unreachable!("deepseek has MLA") };
+    mla.rope_dim = 16;
+    let Mlp::Moe(moe) = &mut spec.mlp else { unreachable!("deepseek has experts") };
+    (moe.expert_inner, moe.shared_inner, moe.dense_inner) = (64, 64, 128);
+    spec.rope.inv_freq_bits = (0..8).map(|pair| (0.5_f32.powi(pair)).to_bits()).collect();
+    spec
+}
+
+fn options() -> CudaOptions {
+    CudaOptions {
+        lib_dirs: vec![PathBuf::from(std::env::var_os(FOLDER).unwrap())],
+        cache: Cache::off(),
+        kv: KvMemory::Pages(5),
+        ..CudaOptions::new(spec(), samples::limits(), Arc::new(Rows::default()))
+    }
+}
+
+/// Runs `body` in a process that has the mock, for one of `ranks` ranks, with `extra` lines of its configuration.
+fn with_mock(name: &str, ranks: usize, extra: &str, body: impl FnOnce()) {
+    if std::env::var_os(FOLDER).is_some() {
+        return body();
+    }
+    let folder = tempfile::TempDir::new().unwrap();
+    let test = std::env::current_exe().unwrap();
+    let library = test.parent().unwrap().join("libmockcuda.so");
+    for file in ["libcuda.so.1", "libnvrtc.so.13"] {
+        std::fs::copy(&library, folder.path().join(file)).unwrap();
+    }
+    std::fs::write(folder.path().join("mockcuda.conf"), configuration(RankShape { rank: 0, ranks }) + extra).unwrap();
+    run_child(&test, name, folder.path());
+}
+
+fn run_child(test: &Path, name: &str, folder: &Path) {
+    let name = format!("cuda::mock_tests::{name}");
+    let child = Command::new(test).args(["--exact", &name, "--nocapture"]).env(FOLDER, folder).output().unwrap();
+    let text = String::from_utf8_lossy(&child.stdout).into_owned() + &String::from_utf8_lossy(&child.stderr);
+    assert!(child.status.success() && text.contains("1 passed"), "{text}");
+}
+
+/// The kernels of the sample model, as the mock must know them.
+fn configuration(rank: RankShape) -> String {
+    let mut text = String::from("memory 268435456\n");
+    let mut seen = BTreeSet::new();
+    let mut declare = |launch: &Launch| {
+        if seen.insert(launch.kernel.function) {
+            write!(text, "function {}", launch.kernel.function).unwrap();
+            for arg in &launch.args {
+                write!(text, " {}", if matches!(arg, Arg::U32(_)) { 4 } else { 8 }).unwrap();
+            }
+            text.push('\n');
+        }
+    };
+    let mut publish = String::new();
+    let (spec, limits) = (spec(), samples::limits());
+    for bucket in &limits.buckets {
+        let plan = model::build(&spec, &limits, rank, *bucket).unwrap();
+        for weight in &plan.weights {
+            pack::launch(&weight.form, 0..1).iter().for_each(&mut declare);
+        }
+        declare(&pack::dummy_launch(&plan.weights[0].parts[0], 0, 1));
+        declare(&stamp(0));
+        for placed in plan.ops.iter().filter(|placed| !matches!(placed.op, Op::Exchange(_))) {
+            let launches = placed.op.launches(&plan, &GpuFacts::h200()).unwrap();
+            launches.iter().for_each(&mut declare);
+            if let Op::Feed(feed) = &placed.op {
+                let last = launches.last().unwrap();
+                let at = |id| last.args.iter().position(|arg| *arg == Arg::Buffer(id)).unwrap();
+                let (counter, ring) = (at(feed.step_counter), at(feed.output_ring));
+                let (entries, words) = (limits.ring_entries(), limits.entry_layout().output_words());
+                publish = format!("publish {} {counter} {ring} {entries} {words}\n", last.kernel.function);
+            }
+        }
+    }
+    text + &publish
+}
+
+fn prepare_error(options: CudaOptions) -> String {
+    match CudaDevice::prepare(options) {
+        Ok(_) => panic!("it prepared"),
+        Err(error) => error.to_string(),
+    }
+}
+
+fn step(step: u64, bucket: usize) -> StepInput {
+    StepInput { step, bucket, ..StepInput::default() }
+}
+
+#[test]
+fn every_bucket_is_captured_and_steps_settle_in_order() {
+    with_mock("every_bucket_is_captured_and_steps_settle_in_order", 1, "", || {
+        let mut device = CudaDevice::prepare(options()).unwrap();
+        let buckets = samples::limits().buckets;
+        let report = device.report().clone();
+        assert_eq!(report.graphs.iter().map(|graph| graph.bucket).collect::<Vec<_>>(), buckets);
+        for graph in &report.graphs {
+            let launches = device.nodes(graph.bucket).unwrap().len();
+            assert_eq!((graph.audit.kernels, graph.audit.nodes, graph.edges), (launches, launches, launches - 1));
+            assert!(graph.programmatic_edges > 0 && graph.programmatic_edges < launches);
+            assert!(graph.audit.pointers_checked > launches && graph.audit.pointers_unregistered == 0);
+            assert_eq!(device.recheck(graph.bucket).unwrap().digest, graph.audit.digest);
+        }
+        assert_eq!((device.limits().pages, report.memory.pages), (5, 5));
+        assert!(report.memory.weights > 0 && report.memory.arena.kv > 0 && report.memory.graphs > 0);
+
+        let before = device.counters();
+        let mut output = StepOutput::default();
+        for number in 1..=20 {
+            let bucket = buckets[number as usize % buckets.len()];
+            device.enqueue(&step(number, bucket)).unwrap();
+            assert_eq!(device.in_flight(), 1);
+            assert!(device.poll(&mut output).unwrap());
+            assert_eq!((output.step, output.records.len(), device.in_flight()), (number, 0, 0));
+        }
+        assert_eq!(device.counters(), Counters { replays: before.replays + 20, ..before }, "a step only replays");
+        let facts = device.facts();
+        assert_eq!(facts.buckets.iter().map(|bucket| bucket.replays).sum::<u64>(), 20);
+        assert_eq!((facts.kind.as_str(), facts.mode.as_str()), ("cuda", "graph"));
+    });
+}
+
+#[test]
+fn an_eager_device_launches_what_a_graph_holds() {
+    with_mock("an_eager_device_launches_what_a_graph_holds", 1, "", || {
+        let mut device = CudaDevice::prepare(CudaOptions { graph: false, ..options() }).unwrap();
+        assert!(device.report().graphs.is_empty());
+        let before = device.counters();
+        let mut output = StepOutput::default();
+        device.enqueue(&step(1, 4)).unwrap();
+        assert!(device.wait(&mut output).unwrap());
+        let launches = device.facts().buckets[2].nodes as u64;
+        assert_eq!(device.counters(), Counters { launches: before.launches + launches, ..before });
+        assert!(device.nodes(4).is_err());
+    });
+}
+
+#[test]
+fn the_ring_and_the_order_are_enforced() {
+    with_mock("the_ring_and_the_order_are_enforced", 1, "", || {
+        let mut device = CudaDevice::prepare(options()).unwrap();
+        let mut output = StepOutput::default();
+        assert!(!device.poll(&mut output).unwrap() && !device.wait(&mut output).unwrap());
+        assert!(matches!(device.enqueue(&step(2, 1)), Err(DeviceError::OutOfOrder { expected: 1, got: 2 })));
+        assert!(matches!(device.enqueue(&step(1, 3)), Err(DeviceError::NoBucket { bucket: 3, .. })));
+        device.enqueue(&step(1, 1)).unwrap();
+        device.enqueue(&step(2, 2)).unwrap();
+        assert!(matches!(device.enqueue(&step(3, 1)), Err(DeviceError::RingFull { in_flight: 2, max: 2, .. })));
+        assert!(device.poll(&mut output).unwrap() && output.step == 1);
+        device.enqueue(&step(3, 1)).unwrap();
+        assert!(device.poll(&mut output).unwrap() && output.step == 2);
+        assert!(device.poll(&mut output).unwrap() && output.step == 3);
+    });
+}
+
+#[test]
+fn faults_of_the_start_fail_it() {
+    with_mock("faults_of_the_start_fail_it", 1, "", || {
+        let planted = |fault: &str| prepare_error(CudaOptions { fault: Some(fault.parse().unwrap()), ..options() });
+        let unregistered = planted("unregistered-pointer@4");
+        assert!(
+            unregistered.contains("bucket 4") && unregistered.contains("no registered allocation"),
+            "{unregistered}"
+        );
+        let failed = planted("capture-fail@16");
+        assert!(failed.contains("bucket 16") && failed.contains("capture"), "{failed}");
+        // The capture was ended all the same, and a later start works.
+        CudaDevice::prepare(options()).unwrap();
+    });
+}
+
+#[test]
+fn faults_of_the_device_are_armed() {
+    with_mock("faults_of_the_device_are_armed", 1, "", || {
+        for graph in [true, false] {
+            let mut device = CudaDevice::prepare(CudaOptions { graph, ..options() }).unwrap();
+            assert!(!device.arm("token@1".parse().unwrap()), "the edge commits that one");
+            assert!(device.arm("pad-write@3".parse().unwrap()) && device.arm("baked-position@2".parse().unwrap()));
+            let limits = samples::limits();
+            let pad_table = |device: &CudaDevice| {
+                device.read_buffer("slot.pages", 4 * limits.slots_max * limits.pages_per_slot, 4).unwrap()[0]
+            };
+            let positions = |device: &CudaDevice| device.read_buffer("fault.position", 0, 4).unwrap()[0];
+            let mut seen = Vec::new();
+            let mut output = StepOutput::default();
+            for number in 1..=4 {
+                device.write_buffer("row.position", 0, &[10 * number as u8]).unwrap();
+                device.enqueue(&step(number, 2)).unwrap();
+                assert!(device.wait(&mut output).unwrap());
+                seen.push((pad_table(&device), positions(&device)));
+            }
+            assert_eq!(seen, [(0, 0), (0, 20), (1, 20), (1, 20)], "from its step on, and kept");
+        }
+    });
+}
+
+#[test]
+fn weights_are_read_once_each_and_dummies_are_made() {
+    with_mock("weights_are_read_once_each_and_dummies_are_made", 1, "", || {
+        let source = Arc::new(Rows::default());
+        let device = CudaDevice::prepare(CudaOptions { source: source.clone(), ..options() }).unwrap();
+        let mut asked = std::mem::take(&mut *source.asked.lock().unwrap());
+        asked.sort_by(|a, b| (&a.0, a.1, a.2.start).cmp(&(&b.0, b.1, b.2.start)));
+        let plan = device.plan(1).unwrap();
+        let mut want: Vec<(String, usize, Range<usize>)> = Vec::new();
+        for spec in plan.weights.iter().filter(|spec| group_extents(&spec.form).0 > 0) {
+            want.extend(
+                (0..pack::groups(&spec.form)).map(|group| (spec.name.clone(), group, 0..group_extents(&spec.form).0)),
+            );
+        }
+        want.sort_by(|a, b| (&a.0, a.1).cmp(&(&b.0, b.1)));
+        assert_eq!(asked, want);
+        assert!(device.report().weights.read_bytes > 0 && !device.report().weights.dummy);
+        drop(device);
+
+        let source = Arc::new(Rows { dummy: true, ..Rows::default() });
+        let device = CudaDevice::prepare(CudaOptions { source: source.clone(), ..options() }).unwrap();
+        assert!(device.report().weights.dummy);
+        let asked = source.asked.lock().unwrap();
+        assert!(
+            !asked.is_empty() && asked.iter().all(|(name, ..)| name.contains("norm")),
+            "only vectors are read: {asked:?}"
+        );
+    });
+}
+
+#[test]
+fn a_source_that_fails_or_panics_ends_the_start() {
+    with_mock("a_source_that_fails_or_panics_ends_the_start", 1, "", || {
+        let fails = Rows { fails: Some("final_norm"), ..Rows::default() };
+        let error = prepare_error(CudaOptions { source: Arc::new(fails), ..options() });
+        assert_eq!(error, "weight final_norm: the disk is on fire");
+        let panics = Rows { panics: Some("head"), ..Rows::default() };
+        let error = prepare_error(CudaOptions { source: Arc::new(panics), ..options() });
+        assert_eq!(error, "weight head: reading it panicked");
+    });
+}
+
+#[test]
+fn a_full_device_says_what_did_not_fit() {
+    with_mock("a_full_device_says_what_did_not_fit", 1, "memory 100000\n", || {
+        let error = prepare_error(options());
+        assert!(error.starts_with("the weights needs") || error.contains("the weights"), "{error}");
+        assert!(error.contains("free on the GPU"), "{error}");
+    });
+}
+
+#[test]
+fn a_failed_allocation_names_its_buffer() {
+    with_mock("a_failed_allocation_names_its_buffer", 1, "fail cuMemHostAlloc 1\n", || {
+        let error =
+            prepare_error(CudaOptions { source: Arc::new(Rows { dummy: true, ..Rows::default() }), ..options() });
+        assert!(
+            error.contains("pinned") && error.contains("cuMemHostAlloc failed with CUDA_ERROR_OUT_OF_MEMORY"),
+            "{error}"
+        );
+    });
+}
+
+#[test]
+fn the_pool_takes_its_share_and_a_hopeless_one_is_refused() {
+    with_mock("the_pool_takes_its_share_and_a_hopeless_one_is_refused", 1, "memory 1073741824\n", || {
+        let fraction = KvMemory::Fraction { of_free: 0.9, ranks_on_device: 1 };
+        let device = CudaDevice::prepare(CudaOptions { kv: fraction, ..options() }).unwrap();
+        let limits = samples::limits();
+        assert_eq!(device.limits().pages, limits.slots_max * limits.pages_per_slot + 1, "no more than the seats hold");
+        drop(device);
+        let error = prepare_error(CudaOptions { kv: KvMemory::Bytes(1), ..options() });
+        assert!(error.contains("--kv-memory"), "{error}");
+        let error = prepare_error(CudaOptions { kv: KvMemory::Pages(10_000_000), ..options() });
+        assert!(error.contains("a pool of 10000000 pages"), "{error}");
+    });
+}
+
+#[test]
+fn an_old_driver_and_a_missing_device_are_refused() {
+    with_mock("an_old_driver_and_a_missing_device_are_refused", 1, "driver 12020\n", || {
+        let error = prepare_error(options());
+        assert!(error.contains("speaks CUDA 12.2") && error.contains("570"), "{error}");
+    });
+}
+
+#[test]
+fn a_device_that_is_not_there_is_refused() {
+    with_mock("a_device_that_is_not_there_is_refused", 1, "devices 2\n", || {
+        let error = prepare_error(CudaOptions { ordinal: 2, ..options() });
+        assert!(error.starts_with("there is no CUDA device 2; the driver sees 2"), "{error}");
+    });
+}
+
+#[test]
+fn a_failed_replay_loses_the_device() {
+    // Five buckets are replayed once in `prepare`.
+    with_mock("a_failed_replay_loses_the_device", 1, "fail cuGraphLaunch 7\n", || {
+        let mut device = CudaDevice::prepare(options()).unwrap();
+        let mut output = StepOutput::default();
+        device.enqueue(&step(1, 1)).unwrap();
+        assert!(device.wait(&mut output).unwrap());
+        let error = device.enqueue(&step(2, 1)).unwrap_err().to_string();
+        assert!(error.contains("replaying the graph of bucket 1: cuGraphLaunch failed"), "{error}");
+        for after in [device.enqueue(&step(2, 1)).unwrap_err(), device.poll(&mut output).unwrap_err()] {
+            assert!(after.to_string().contains("cuGraphLaunch"), "{after}");
+        }
+    });
+}
+
+#[test]
+fn probes_see_every_op_buffer_and_node() {
+    with_mock("probes_see_every_op_buffer_and_node", 1, "", || {
+        struct Watch(Vec<usize>, Vec<usize>);
+        impl Observer for Watch {
+            fn before(&mut self, at: OpAt<'_>, device: &CudaDevice) -> Result<(), CudaError> {
+                for id in at.placed.op.reads() {
+                    device.read_shaped(at.plan, id)?;
+                }
+                self.0.push(at.index);
+                Ok(())
+            }
+            fn after(&mut self, at: OpAt<'_>, _: &CudaDevice) -> Result<(), CudaError> {
+                self.1.push(at.index);
+                Ok(())
+            }
+        }
+        let mut device = CudaDevice::prepare(options()).unwrap();
+        let ops = device.plan(8).unwrap().ops.len();
+        let mut watch = Watch(Vec::new(), Vec::new());
+        let output = device.run_observed(&step(1, 8), &mut watch).unwrap();
+        assert_eq!((output.step, &watch.0, &watch.1), (1, &(0..ops).collect(), &(0..ops).collect()));
+        let (output, times) = device.time_ops(&step(2, 8)).unwrap();
+        assert_eq!((output.step, times.len()), (2, ops));
+        assert_eq!((times[0].op, times[ops - 1].op), ("fetch", "feed"));
+        for (number, bucket) in [(3, 8), (4, 8), (5, 2)] {
+            let (output, times) = device.time_nodes(&step(number, bucket)).unwrap();
+            assert_eq!((output.step, times.ops.len()), (number, ops));
+        }
+
+        let nodes = device.nodes(8).unwrap();
+        let ops_of_nodes: Vec<usize> = nodes.iter().filter_map(|node| Some(node.op?.0)).collect();
+        assert!(ops_of_nodes.is_sorted() && ops_of_nodes.len() == nodes.len());
+        assert_eq!(ops_of_nodes.iter().collect::<BTreeSet<_>>().len(), ops);
+        assert!(nodes[0].after.is_empty() && nodes[1].after[0].0 == 0);
+
+        device.write_buffer("x", 4, &[1, 2, 3, 4]).unwrap();
+        assert_eq!(device.read_buffer("x", 2, 8).unwrap(), [0, 0, 1, 2, 3, 4, 0, 0]);
+        let seats = samples::limits().slots_max + 1;
+        assert_eq!(device.read_buffer("slot.ended", 0, 4 * seats).unwrap(), [1, 0, 0, 0].repeat(seats), "empty seats");
+        assert!(matches!(device.read_buffer("nothing", 0, 1), Err(CudaError::NoBuffer(_))));
+        assert!(matches!(device.write_buffer("x", usize::MAX, &[0]), Err(CudaError::OutOfBounds { .. })));
+        assert!(matches!(device.write_buffer("ring.output", 0, &[0]), Err(CudaError::Unsupported(_))));
+    });
+}
+
+#[test]
+fn two_ranks_meet_on_the_host_and_refuse_graphs() {
+    with_mock("two_ranks_meet_on_the_host_and_refuse_graphs", 2, "", || {
+        let exchange = MemoryExchange::new(2, Duration::from_secs(10));
+        let of_rank = |rank, graph| CudaOptions {
+            rank: RankShape { rank, ranks: 2 },
+            exchange: Some(exchange.clone()),
+            graph,
+            ..options()
+        };
+        assert!(prepare_error(of_rank(0, true)).contains("--cuda-graph off"));
+        std::thread::scope(|scope| {
+            for rank in 0..2 {
+                let options = of_rank(rank, false);
+                scope.spawn(move || {
+                    let mut device = CudaDevice::prepare(options).unwrap();
+                    let mut output = StepOutput::default();
+                    device.enqueue(&step(1, 2)).unwrap();
+                    assert!(device.wait(&mut output).unwrap());
+                    assert_eq!(output.step, 1);
+                });
+            }
+        });
+    });
+}
+
+#[test]
+fn a_step_that_publishes_nothing_fails_the_warm_up() {
+    with_mock("a_step_that_publishes_nothing_fails_the_warm_up", 1, "silent\n", || {
+        let error = prepare_error(options());
+        assert!(error.contains("did not publish step 1"), "{error}");
+    });
+}
