@@ -52,6 +52,17 @@ pub(crate) fn deepseek() -> ModelSpec {
     model(Family::DeepseekV2, Attention::Mla(mla), Mlp::Moe(moe), rope(4))
 }
 
+/// `deepseek` in widths that the CUDA kernels have.
+pub(crate) fn deepseek_on_cuda() -> ModelSpec {
+    let mut spec = deepseek();
+    let Attention::Mla(mla) = &mut spec.attention else { unreachable!("deepseek has MLA") };
+    mla.rope_dim = 16;
+    let Mlp::Moe(moe) = &mut spec.mlp else { unreachable!("deepseek has experts") };
+    (moe.expert_inner, moe.shared_inner, moe.dense_inner) = (64, 64, 128);
+    spec.rope = rope(8);
+    spec
+}
+
 /// Low-rank queries, biases, groups, no shared experts, every second layer sparse from the first on.
 pub(crate) fn deepseek_varied() -> ModelSpec {
     let mut spec = deepseek();

@@ -8,7 +8,6 @@ use crate::device::{Device, DeviceError};
 use crate::exchange::MemoryExchange;
 use crate::plan::RankShape;
 use crate::source::{DummySpec, Source, SourceError, group_extents};
-use crate::spec::{Attention, Mlp, ModelSpec};
 use crate::step::{StepInput, StepOutput};
 use crate::{model, samples};
 use slotgraph_kernels::launch::{Arg, GpuFacts, Launch, stamp};
@@ -55,23 +54,12 @@ impl Source for Rows {
     }
 }
 
-/// The sample model in widths that the CUDA kernels have.
-fn spec() -> ModelSpec {
-    let mut spec = samples::deepseek();
-    let Attention::Mla(mla) = &mut spec.attention else { unreachable!("deepseek has MLA") };
-    mla.rope_dim = 16;
-    let Mlp::Moe(moe) = &mut spec.mlp else { unreachable!("deepseek has experts") };
-    (moe.expert_inner, moe.shared_inner, moe.dense_inner) = (64, 64, 128);
-    spec.rope.inv_freq_bits = (0..8).map(|pair| (0.5_f32.powi(pair)).to_bits()).collect();
-    spec
-}
-
 fn options() -> CudaOptions {
     CudaOptions {
         lib_dirs: vec![PathBuf::from(std::env::var_os(FOLDER).unwrap())],
         cache: Cache::off(),
         kv: KvMemory::Pages(5),
-        ..CudaOptions::new(spec(), samples::limits(), Arc::new(Rows::default()))
+        ..CudaOptions::new(samples::deepseek_on_cuda(), samples::limits(), Arc::new(Rows::default()))
     }
 }
 
@@ -111,7 +99,7 @@ fn configuration(rank: RankShape) -> String {
         }
     };
     let mut publish = String::new();
-    let (spec, limits) = (spec(), samples::limits());
+    let (spec, limits) = (samples::deepseek_on_cuda(), samples::limits());
     for bucket in &limits.buckets {
         let plan = model::build(&spec, &limits, rank, *bucket).unwrap();
         for weight in &plan.weights {

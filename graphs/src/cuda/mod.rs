@@ -7,6 +7,7 @@
 
 mod arena;
 mod cache;
+pub mod cubin;
 mod device;
 mod dl;
 mod error;

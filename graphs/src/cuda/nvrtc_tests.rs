@@ -1,7 +1,13 @@
 //! The real compiler, where one is installed, and the reading of its log.
 
 use super::*;
+use crate::cuda::cubin::parameter_sizes;
 use crate::cuda::libs::Search;
+use crate::plan::RankShape;
+use crate::samples;
+use slotgraph_kernels::launch::{Arg, GpuFacts, Kernel, Launch, stamp};
+use slotgraph_kernels::pack;
+use std::collections::BTreeSet;
 use tempfile::TempDir;
 
 /// The compiler, or None with a line that says so: a machine without NVRTC cannot ask these questions.
@@ -99,4 +105,51 @@ fn ptxas_lines_are_read() {
     };
     let second = FunctionUse { function: "second".into(), registers: 40, ..FunctionUse::default() };
     assert_eq!(uses, [first, second]);
+}
+
+#[test]
+fn a_cubin_tells_its_parameters() {
+    let Some(nvrtc) = compiler() else { return };
+    let text = "struct S { void* a; int b; int c; };\n\
+        extern \"C\" __global__ void one(float* y, unsigned n, unsigned long long k, S s) { y[0] = n + k + s.b; }\n\
+        extern \"C\" __global__ void none() {}";
+    let image = nvrtc.compile(&unit(text), "sm_90a", &Cache::off()).unwrap().image;
+    assert_eq!(parameter_sizes(&image, "one"), Some(vec![8, 4, 8, 16]));
+    assert_eq!(parameter_sizes(&image, "none"), Some(vec![]));
+    assert_eq!(parameter_sizes(&image, "on"), None);
+}
+
+/// Every kernel that the sample models launch compiles, and declares the parameters that its launches pass.
+#[test]
+fn launches_pass_what_their_kernels_declare() {
+    let Some(nvrtc) = compiler() else { return };
+    let launches = sample_launches();
+    let kernels: BTreeSet<&Kernel> = launches.iter().map(|launch| &launch.kernel).collect();
+    let units: BTreeSet<Unit> =
+        kernels.iter().map(|kernel| Unit { name: kernel.source.into(), text: kernel.unit() }).collect();
+    let units: Vec<Unit> = units.into_iter().collect();
+    let cubins = nvrtc.compile_all(&units, "sm_90a", &Cache::of_user(), 2).unwrap();
+    for launch in &launches {
+        let unit = launch.kernel.unit();
+        let index = units.iter().position(|other| other.text == unit).unwrap();
+        let given = launch.args.iter().map(|arg| if matches!(arg, Arg::U32(_)) { 4 } else { 8 }).collect();
+        assert_eq!(parameter_sizes(&cubins[index].image, launch.kernel.function), Some(given), "{:?}", launch.kernel);
+    }
+}
+
+fn sample_launches() -> Vec<Launch> {
+    let mut limits = samples::limits();
+    limits.buckets = vec![1, 16];
+    let mut launches: Vec<Launch> = vec![stamp(0)];
+    for spec in [samples::deepseek_on_cuda(), samples::qwen3()] {
+        for bucket in limits.buckets.clone() {
+            let plan = crate::model::build(&spec, &limits, RankShape::SINGLE, bucket).unwrap();
+            launches.extend(plan.weights.iter().filter_map(|weight| pack::launch(&weight.form, 0..1)));
+            launches.push(pack::dummy_launch(&plan.weights[0].parts[0], 0, 1));
+            for placed in &plan.ops {
+                launches.extend(placed.op.launches(&plan, &GpuFacts::h200()).unwrap());
+            }
+        }
+    }
+    launches
 }
