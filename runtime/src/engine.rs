@@ -6,14 +6,17 @@
 mod edge;
 mod handle;
 mod start;
+#[cfg(test)]
+mod tests;
 
 pub use handle::{EngineFailure, EngineHandle, NotAccepting, SubmitError};
 pub use start::{EngineOptions, StartError, start, start_with};
 
 pub(crate) use edge::panic_text;
+pub(crate) use start::STEP_TIMEOUT;
 
 use crate::clock::Clock;
-use crate::faults::{EngineFault, STALL};
+use crate::faults::EngineFaults;
 use crate::load::Load;
 use crate::request::Command;
 use crate::scheduler::{Scheduler, Swept};
@@ -22,7 +25,7 @@ use slotgraph_graphs::device::{Device, DeviceError};
 use slotgraph_graphs::step::{StepInput, StepOutput};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Longest pause between two heartbeats of an idle engine.
 const PARK: Duration = Duration::from_millis(500);
@@ -46,8 +49,7 @@ pub struct Engine<D: Device, C: Clock> {
     commands: Receiver<Command>,
     load: Arc<Load>,
     clock: C,
-    fault: Option<EngineFault>,
-    leaked_at: Option<Instant>,
+    faults: EngineFaults,
     launch_ahead: usize,
     leaving: bool,
     swept: Vec<Swept>,
@@ -63,7 +65,7 @@ impl<D: Device, C: Clock> Engine<D, C> {
         clock: C,
         commands: Receiver<Command>,
         load: Arc<Load>,
-        fault: Option<EngineFault>,
+        faults: EngineFaults,
         launch_ahead: usize,
     ) -> Self {
         Engine {
@@ -71,8 +73,7 @@ impl<D: Device, C: Clock> Engine<D, C> {
             commands,
             load,
             clock,
-            fault,
-            leaked_at: None,
+            faults,
             launch_ahead,
             leaving: false,
             swept: Vec::new(),
@@ -146,8 +147,11 @@ impl<D: Device, C: Clock> Engine<D, C> {
         self.scheduler.publish(self.clock.now());
     }
     pub fn admit(&mut self) {
-        self.leak();
-        self.scheduler.admit(self.clock.now());
+        let now = self.clock.now();
+        if self.faults.leaks(now) {
+            self.scheduler.leak_page();
+        }
+        self.scheduler.admit(now);
     }
 
     /// Fills the next step and enqueues it, if the ring has room and there is something to do.
@@ -159,7 +163,7 @@ impl<D: Device, C: Clock> Engine<D, C> {
         let filled = self.scheduler.fill(&mut self.input, self.clock.now());
         drop(range);
         if filled {
-            self.misbehave()?;
+            self.faults.before_step(self.input.step);
             self.device.enqueue(&self.input)?;
         }
         Ok(filled)
@@ -206,29 +210,5 @@ impl<D: Device, C: Clock> Engine<D, C> {
     }
     pub fn device(&self) -> &D {
         &self.device
-    }
-
-    /// Planted faults that strike before a step is enqueued.
-    fn misbehave(&self) -> Result<(), DeviceError> {
-        let due = self.input.step;
-        match self.fault {
-            Some(EngineFault::Panic { step }) if step == due => panic!("planted: engine panic at step {step}"),
-            Some(EngineFault::Error { step }) if step == due => {
-                return Err(DeviceError::Lost(format!("planted: engine error at step {step}")));
-            }
-            Some(EngineFault::Stall { step }) if step == due => std::thread::sleep(STALL),
-            _ => {}
-        }
-        Ok(())
-    }
-
-    /// The planted leak.
-    fn leak(&mut self) {
-        let Some(EngineFault::PageLeak { every }) = self.fault else { return };
-        let now = self.clock.now();
-        let since = *self.leaked_at.get_or_insert(now);
-        if now.saturating_duration_since(since) >= every && self.scheduler.leak_page() {
-            self.leaked_at = Some(now);
-        }
     }
 }

@@ -6,6 +6,7 @@
 pub mod checkpoint;
 pub mod clock;
 pub mod config;
+mod devices;
 pub mod engine;
 pub mod faults;
 pub mod load;
@@ -17,6 +18,8 @@ pub mod scheduler;
 pub mod sink;
 pub mod slots;
 pub mod startup;
+#[cfg(test)]
+mod testing;
 pub mod trace;
 pub mod watchdog;
 pub mod weights;

@@ -5,12 +5,14 @@
 //! engine; a rank that fails says which it is and what it was doing, and the first failure is the one reported.
 
 mod startup;
+#[cfg(test)]
+mod tests;
 
 pub use startup::{Factory, PrepareError, Prepared, RankStart, Startup};
 
 use crate::engine::StartError;
 use slotgraph_graphs::device::{Device, DeviceError, DeviceFacts};
-use slotgraph_graphs::step::{StepInput, StepLimits, StepOutput};
+use slotgraph_graphs::step::{StepInput, StepOutput};
 use startup::Rendezvous;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -27,7 +29,7 @@ struct Order {
 }
 
 enum Reply {
-    Ready(Box<(StepLimits, RankStart)>),
+    Ready(Box<RankStart>),
     Settled { rank: usize, order: Order },
     Failed(StartError),
 }
@@ -46,7 +48,9 @@ pub struct Ranks {
     /// Newest step that all ranks agreed on.
     agreed: u64,
     enqueued: u64,
+    /// Enqueued and not handed out.
     in_flight: usize,
+    launch_ahead: u64,
     timeout: Duration,
     facts: DeviceFacts,
 }
@@ -57,7 +61,7 @@ impl Ranks {
         factories: Vec<Factory>,
         init: Duration,
         timeout: Duration,
-    ) -> Result<(Ranks, StepLimits, Vec<RankStart>), StartError> {
+    ) -> Result<(Ranks, Vec<RankStart>), StartError> {
         let ranks = factories.len();
         let rendezvous = Rendezvous::new(ranks, Instant::now() + init);
         let (reply, replies) = channel();
@@ -73,8 +77,8 @@ impl Ranks {
             inboxes.push(inbox);
             threads.push(thread.map_err(|error| StartError::failed(rank, "spawn", error.to_string()))?);
         }
-        let (limits, starts) = await_ready(&replies, &rendezvous, ranks, init)?;
-        let facts = starts[0].facts.clone();
+        let starts = await_ready(&replies, &rendezvous, ranks, init)?;
+        let facts = starts[0].record.device.clone();
         let ranks = Ranks {
             inboxes,
             replies,
@@ -85,10 +89,11 @@ impl Ranks {
             agreed: 0,
             enqueued: 0,
             in_flight: 0,
+            launch_ahead: starts[0].limits.launch_ahead as u64,
             timeout,
             facts,
         };
-        Ok((ranks, limits, starts))
+        Ok((ranks, starts))
     }
 
     fn take(&mut self, reply: Reply) -> Result<(), DeviceError> {
@@ -128,17 +133,28 @@ impl Ranks {
         true
     }
 
-    /// Ranks that owe the oldest step in flight.
-    fn missing(&self) -> Vec<usize> {
-        let oldest = self.enqueued + 1 - self.in_flight as u64;
-        let owes =
-            |rank: &usize| self.agreed < oldest && self.sums[*rank].front().is_none_or(|&(step, _)| step > oldest);
-        (0..self.sums.len()).filter(owes).collect()
+    /// Takes one reply, which settles `step` on some rank or says why not.
+    fn hear(&mut self, step: u64, deadline: Instant) -> Result<(), DeviceError> {
+        match self.replies.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(reply) => self.take(reply),
+            Err(RecvTimeoutError::Disconnected) => Err(DeviceError::Lost("every rank has left".into())),
+            Err(RecvTimeoutError::Timeout) => {
+                let owes = |sums: &VecDeque<(u64, u32)>| sums.front().is_none_or(|&(first, _)| first > step);
+                let missing: Vec<usize> = (0..self.sums.len()).filter(|&rank| owes(&self.sums[rank])).collect();
+                let limit = self.timeout;
+                Err(DeviceError::Lost(format!("ranks {missing:?} did not finish step {step} in {limit:?}")))
+            }
+        }
     }
 }
 
 impl Device for Ranks {
+    /// Waits for the slowest rank's ring to have room, which rank 0's alone does not show.
     fn enqueue(&mut self, input: &StepInput) -> Result<(), DeviceError> {
+        let deadline = Instant::now() + self.timeout;
+        while self.enqueued - self.agreed > self.launch_ahead {
+            self.hear(self.agreed + 1, deadline)?;
+        }
         for inbox in &self.inboxes {
             let mut order = self.spare.pop().unwrap_or_default();
             order.input.clone_from(input);
@@ -167,16 +183,9 @@ impl Device for Ranks {
             return Ok(false);
         }
         let deadline = Instant::now() + self.timeout;
+        let oldest = self.enqueued + 1 - self.in_flight as u64;
         while !self.poll(output)? {
-            match self.replies.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(reply) => self.take(reply)?,
-                Err(RecvTimeoutError::Disconnected) => return Err(DeviceError::Lost("every rank has left".into())),
-                Err(RecvTimeoutError::Timeout) => {
-                    let (step, limit) = (self.enqueued + 1 - self.in_flight as u64, self.timeout);
-                    let ranks = self.missing();
-                    return Err(DeviceError::Lost(format!("ranks {ranks:?} did not finish step {step} in {limit:?}")));
-                }
-            }
+            self.hear(oldest, deadline)?;
         }
         Ok(true)
     }
@@ -213,8 +222,8 @@ fn await_ready(
     rendezvous: &Arc<Rendezvous>,
     ranks: usize,
     init: Duration,
-) -> Result<(StepLimits, Vec<RankStart>), StartError> {
-    let mut ready: Vec<(StepLimits, RankStart)> = Vec::new();
+) -> Result<Vec<RankStart>, StartError> {
+    let mut ready: Vec<RankStart> = Vec::new();
     while ready.len() < ranks {
         match replies.recv_timeout(rendezvous.time_left()) {
             Ok(Reply::Ready(start)) => ready.push(*start),
@@ -223,25 +232,25 @@ fn await_ready(
             Err(_) => return Err(StartError::Timeout { limit: init, waiting: rendezvous.describe() }),
         }
     }
-    ready.sort_by_key(|(_, start)| start.rank);
-    let limits = ready[0].0.clone();
-    if let Some((other, start)) = ready.iter().find(|(other, _)| *other != limits) {
-        let reason = format!("prepared other limits than rank 0: {other:?}, not {limits:?}");
-        return Err(StartError::failed(start.rank, "ready", reason));
+    ready.sort_by_key(|start| start.record.rank);
+    let limits = &ready[0].limits;
+    if let Some(start) = ready.iter().find(|start| start.limits != *limits) {
+        let reason = format!("prepared other limits than rank 0: {:?}, not {limits:?}", start.limits);
+        return Err(StartError::failed(start.record.rank, "ready", reason));
     }
-    Ok((limits, ready.into_iter().map(|(_, start)| start).collect()))
+    Ok(ready)
 }
 
 fn rank_thread(factory: Factory, startup: Startup, orders: Receiver<Order>, reply: Sender<Reply>) {
     let rank = startup.rank;
-    let (mut device, limits, start) = match startup.prepare(factory) {
+    let (mut device, start) = match startup.prepare(factory) {
         Ok(prepared) => prepared,
         Err(failure) => {
             let _ = reply.send(Reply::Failed(failure));
             return;
         }
     };
-    if reply.send(Reply::Ready(Box::new((limits, start)))).is_err() {
+    if reply.send(Reply::Ready(Box::new(start))).is_err() {
         return;
     }
     let served = catch_unwind(AssertUnwindSafe(|| serve(rank, &mut *device, &orders, &reply)));

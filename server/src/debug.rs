@@ -40,8 +40,7 @@ pub fn graphs(app: &App) -> Result<Response<Reply>, ApiError> {
             })
         })
         .collect();
-    let ranks: Vec<_> =
-        service.engine.ranks().iter().map(|rank| json!({"rank": rank.rank, "device": rank.facts})).collect();
+    let ranks: Vec<_> = service.engine.ranks().iter().map(|rank| &rank.record).collect();
     let startup: serde_json::Value = serde_json::from_str(&service.startup).unwrap_or_default();
     let text = json!({"ranks": ranks, "buckets": buckets, "startup": startup}).to_string();
     Ok(json_reply(StatusCode::OK, text))

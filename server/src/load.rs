@@ -10,12 +10,10 @@ use crate::tokenizer::Tokenizer;
 use slotgraph_runtime::checkpoint::{Checkpoint, CheckpointError, Folder, LoadFormat};
 use slotgraph_runtime::config::{Config, ConfigError, Machine, Settings};
 use slotgraph_runtime::engine::{self, EngineHandle, StartError};
-use slotgraph_runtime::ranks::RankStart;
-use slotgraph_runtime::startup::{Phase, Phases, RankRecord, StartupRecord};
+use slotgraph_runtime::startup::{Phase, Phases, StartupRecord};
 use slotgraph_runtime::trace::Observer;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 /// Why there is nothing to serve.
@@ -104,7 +102,7 @@ pub fn start(
     began: Instant,
 ) -> Result<Service, LoadError> {
     let engine = engine::start(config, checkpoint, observer)?;
-    let contract_hash = engine.ranks().first().map(|rank| rank.facts.contract_hash.clone()).unwrap_or_default();
+    let contract_hash = engine.ranks().first().map(|rank| rank.record.device.contract_hash.clone()).unwrap_or_default();
     let startup = startup(config, checkpoint, &engine, phases, began)?;
     Ok(Service {
         limits: limits(config, checkpoint, &engine),
@@ -145,10 +143,9 @@ fn startup(
 ) -> Result<String, LoadError> {
     let mut phases = phases.clone();
     phases.add(Phase::Ready, began.elapsed());
-    let rank = |rank: &RankStart| RankRecord::new(rank.rank, rank.phases.clone(), 0, rank.facts.clone());
-    let ranks = engine.ranks().iter().map(rank).collect();
-    let pages = engine.load().pages_total.load(Relaxed) as usize + 1;
-    let record = StartupRecord::new(config, checkpoint, pages, &phases, ranks, Vec::new())
+    let ranks = engine.ranks().iter().map(|rank| rank.record.clone()).collect();
+    let libraries = engine.ranks().first().map(|rank| rank.libraries.clone()).unwrap_or_default();
+    let record = StartupRecord::new(config, checkpoint, engine.pages(), &phases, ranks, libraries)
         .map_err(|error| LoadError::Plan(error.to_string()))?;
     Ok(record.line())
 }

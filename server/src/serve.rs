@@ -304,14 +304,14 @@ fn load_service(app: &App, checkpoint: &Checkpoint, mut phases: Phases, began: I
 }
 
 fn info(config: &Config, ranks: &[RankStart]) -> Info {
-    let first = ranks.first().map(|rank| rank.facts.clone()).unwrap_or_default();
+    let first = ranks.first().map(|rank| rank.record.device.clone()).unwrap_or_default();
     Info {
         device: first.kind,
         contract_hash: first.contract_hash,
         ledger_hash: first.ledger_hash,
         transport: config.transport.name().to_owned(),
         ep: config.ep.to_string(),
-        graph_bytes: ranks.iter().map(|rank| rank.facts.graph_bytes).sum(),
+        graph_bytes: ranks.iter().map(|rank| rank.record.device.graph_bytes).sum(),
     }
 }
 

@@ -7,6 +7,7 @@ use crate::load::Load;
 use crate::ranks::RankStart;
 use crate::request::{Command, Group};
 use crate::scheduler::Snapshot;
+use slotgraph_graphs::device::DeviceFacts;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -123,9 +124,17 @@ impl EngineHandle {
     pub fn limit(&self) -> usize {
         self.shared.limit
     }
-    /// How each rank started, and its device.
+    /// How each rank started.
     pub fn ranks(&self) -> &[RankStart] {
         &self.shared.ranks
+    }
+    /// The devices, by rank, as they were when they were ready.
+    pub fn facts(&self) -> Vec<DeviceFacts> {
+        self.shared.ranks.iter().map(|rank| rank.record.device.clone()).collect()
+    }
+    /// Pages of the pool, page 0 included.
+    pub fn pages(&self) -> usize {
+        self.shared.ranks.first().map_or(0, |rank| rank.limits.pages)
     }
 
     /// The slot table as it is between two turns; None if the engine is gone.

@@ -6,17 +6,21 @@ use super::{Engine, panic_text};
 use crate::checkpoint::Checkpoint;
 use crate::clock::{Clock, SystemClock};
 use crate::config::Config;
-use crate::faults::EngineFault;
+use crate::devices;
+use crate::faults::EngineFaults;
 use crate::load::Load;
 use crate::ranks::{Factory, RankStart, Ranks, Startup};
 use crate::scheduler::{Scheduler, SchedulerOptions};
 use crate::trace::{Epoch, Observer, TraceContext};
+use slotgraph_graphs::cuda::nvtx;
 use slotgraph_graphs::device::Device;
-use slotgraph_graphs::step::StepLimits;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
+
+/// Most time that a step may take before a rank counts as lost. A step of a large model on the CPU takes seconds.
+pub(crate) const STEP_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What the engine needs to know besides what its devices say.
 #[derive(Clone, Debug)]
@@ -32,7 +36,8 @@ pub struct EngineOptions {
     pub init_timeout: Duration,
     /// Most time that a step may take before a rank counts as lost.
     pub step_timeout: Duration,
-    pub fault: Option<EngineFault>,
+    /// Armed by `--fault` alone.
+    pub faults: EngineFaults,
     /// The contract hash is filled in from the devices.
     pub trace: TraceContext,
 }
@@ -62,8 +67,27 @@ pub fn start(
     checkpoint: &Checkpoint,
     observer: Arc<dyn Observer>,
 ) -> Result<EngineHandle, StartError> {
-    let _ = (checkpoint, observer);
-    Err(StartError::Config(format!("--device {:?}: the engine cannot start yet", config.device)))
+    let (faults, others) =
+        EngineFaults::parse(&config.faults).map_err(|error| StartError::Config(format!("--fault: {error}")))?;
+    if config.nvtx {
+        nvtx::enable();
+    }
+    let factories = devices::factories(config, checkpoint, &others)?;
+    let options = EngineOptions {
+        slots_max: config.max_slots,
+        max_queue: config.max_queue,
+        reserve_tokens: config.reserve_tokens,
+        itl_target: config.itl_target_ms.map(|ms| Duration::from_secs_f64(ms / 1e3)),
+        init_timeout: config.init_timeout,
+        step_timeout: STEP_TIMEOUT,
+        faults,
+        trace: TraceContext {
+            model_sha256: checkpoint.model_sha256().to_owned(),
+            contract_hash: String::new(),
+            switches: config.switches(),
+        },
+    };
+    start_with(options, factories, observer)
 }
 
 /// `start` over devices that the factories make, one a rank.
@@ -102,20 +126,21 @@ fn engine_thread(
 ) {
     let made = catch_unwind(AssertUnwindSafe(|| prepare(&options, factories)));
     let made = made.unwrap_or_else(|panic| Err(StartError::failed(0, "start", panic_text(&*panic))));
-    let (device, limits, ranks) = match made.and_then(|made| check(&options, made)) {
+    let (device, ranks) = match made.and_then(|made| check(&options, made)) {
         Ok(made) => made,
         Err(error) => {
             let _ = started.send(Err(error));
             return;
         }
     };
-    let facts = ranks[0].facts.clone();
+    let (limits, facts) = (ranks[0].limits.clone(), ranks[0].record.device.clone());
     let load = Arc::new(Load::new(&limits.buckets));
     let launch_ahead = limits.launch_ahead;
+    let faults = options.faults;
     let options_of_scheduler = SchedulerOptions {
         reserve_tokens: options.reserve_tokens,
         itl_target: options.itl_target,
-        policy: options.fault.map(EngineFault::policy).unwrap_or_default(),
+        policy: faults.policy(),
         trace: TraceContext { contract_hash: facts.contract_hash, ..options.trace },
         replays: facts.mode == "graph",
         limits,
@@ -123,7 +148,7 @@ fn engine_thread(
     let clock = SystemClock;
     let (handle, inbox) = EngineHandle::connect(load.clone(), options.slots_max + options.max_queue, ranks);
     let scheduler = Scheduler::new(options_of_scheduler, load.clone(), observer, Epoch::new(clock.now()));
-    let engine = Engine::new(scheduler, device, clock, inbox, load.clone(), options.fault, launch_ahead);
+    let engine = Engine::new(scheduler, device, clock, inbox, load.clone(), faults, launch_ahead);
     load.set_ready();
     // Whoever asked gave up waiting: leave.
     if started.send(Ok(handle)).is_ok() {
@@ -131,21 +156,21 @@ fn engine_thread(
     }
 }
 
-type Made = (Box<dyn Device>, StepLimits, Vec<RankStart>);
+type Made = (Box<dyn Device>, Vec<RankStart>);
 
 fn prepare(options: &EngineOptions, mut factories: Vec<Factory>) -> Result<Made, StartError> {
     if factories.len() == 1 {
         let factory = factories.pop().expect("there is one");
-        let (device, limits, start) = Startup::alone(options.init_timeout).prepare(factory)?;
-        return Ok((device, limits, vec![start]));
+        let (device, start) = Startup::alone(options.init_timeout).prepare(factory)?;
+        return Ok((device, vec![start]));
     }
-    let (ranks, limits, starts) = Ranks::start(factories, options.init_timeout, options.step_timeout)?;
-    Ok((Box::new(ranks), limits, starts))
+    let (ranks, starts) = Ranks::start(factories, options.init_timeout, options.step_timeout)?;
+    Ok((Box::new(ranks), starts))
 }
 
 /// Limits that the scheduler could not work with are the configuration's fault.
 fn check(options: &EngineOptions, made: Made) -> Result<Made, StartError> {
-    let limits = &made.1;
+    let limits = &made.1[0].limits;
     if limits.rows_max() < limits.slots_max {
         let (rows, slots) = (limits.rows_max(), limits.slots_max);
         return Err(StartError::Config(format!("--buckets: the largest is {rows}, but --max-slots is {slots}")));

@@ -4,8 +4,8 @@
 //! arrives fails too, and the first failure is the one reported.
 
 use crate::engine::{StartError, panic_text};
-use crate::startup::{PHASES, Phase, Phases};
-use slotgraph_graphs::device::{Device, DeviceFacts};
+use crate::startup::{LibraryRecord, Phase, Phases, RankRecord};
+use slotgraph_graphs::device::Device;
 use slotgraph_graphs::step::StepLimits;
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,11 +15,25 @@ use std::time::{Duration, Instant};
 /// Makes a rank's device on the thread that will use and drop it.
 pub type Factory = Box<dyn FnOnce(&Startup) -> Result<Prepared, PrepareError> + Send>;
 
-/// A device that is ready to run steps.
+/// A device that is ready to run steps, and what the start-up record says of it.
 pub struct Prepared {
     pub device: Box<dyn Device>,
     /// Its final limits: the pool's pages are known only once the weights are loaded. The same on every rank.
     pub limits: StepLimits,
+    pub bytes_read: u64,
+    /// Ordinal, UUID and PCI address of a GPU.
+    pub ordinal: Option<usize>,
+    pub uuid: Option<String>,
+    pub pci: Option<String>,
+    /// Libraries that were loaded at run time.
+    pub libraries: Vec<LibraryRecord>,
+}
+
+impl Prepared {
+    /// A device that is no GPU.
+    pub fn new(device: Box<dyn Device>, limits: StepLimits, bytes_read: u64) -> Self {
+        Prepared { device, limits, bytes_read, ordinal: None, uuid: None, pci: None, libraries: Vec::new() }
+    }
 }
 
 /// Why a device could not be made.
@@ -35,9 +49,9 @@ pub enum PrepareError {
 /// What a rank's start amounted to.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RankStart {
-    pub rank: usize,
-    pub phases: Phases,
-    pub facts: DeviceFacts,
+    pub limits: StepLimits,
+    pub record: RankRecord,
+    pub libraries: Vec<LibraryRecord>,
 }
 
 /// A rank's view of the common start.
@@ -65,30 +79,43 @@ impl Startup {
         self.clock.borrow_mut().1 = Instant::now();
         Ok(())
     }
-    /// Adds time to a phase that this rank went through inside another.
+    /// Moves time from the phase that this rank is in to one that it went through inside it.
     pub fn add(&self, phase: Phase, spent: Duration) {
-        self.clock.borrow_mut().2.add(phase, spent);
+        let mut clock = self.clock.borrow_mut();
+        clock.1 += spent;
+        clock.2.add(phase, spent);
+    }
+    /// The smallest of what every rank offers; all hear the same.
+    pub fn least(&self, offer: usize) -> Result<usize, PrepareError> {
+        let waited = Instant::now();
+        let least = self.rendezvous.least(offer)?;
+        self.clock.borrow_mut().1 += waited.elapsed();
+        Ok(least)
+    }
+    /// Never arrives: a planted fault.
+    pub(crate) fn stall(&self) -> PrepareError {
+        std::thread::sleep(self.rendezvous.time_left() + Duration::from_secs(60));
+        PrepareError::Failed("the fault start-stall was armed".into())
     }
 
     /// Runs the factory; whatever goes wrong is named with rank and phase.
-    pub(crate) fn prepare(self, factory: Factory) -> Result<(Box<dyn Device>, StepLimits, RankStart), StartError> {
+    pub(crate) fn prepare(self, factory: Factory) -> Result<(Box<dyn Device>, RankStart), StartError> {
         let made = catch_unwind(AssertUnwindSafe(|| factory(&self)));
         let made = made.unwrap_or_else(|panic| Err(PrepareError::Failed(panic_text(&*panic))));
         let phase = self.clock.borrow().0;
         let made = made.and_then(|prepared| self.enter(Phase::Ready).map(|()| prepared));
         match made {
-            Ok(Prepared { device, limits }) => {
-                let facts = device.facts();
-                let phases = self.clock.into_inner().2;
-                Ok((device, limits, RankStart { rank: self.rank, phases, facts }))
+            Ok(Prepared { device, limits, bytes_read, ordinal, uuid, pci, libraries }) => {
+                let record = RankRecord::new(self.rank, self.clock.into_inner().2, bytes_read, device.facts());
+                let record = RankRecord { ordinal, uuid, pci, ..record };
+                Ok((device, RankStart { limits, record, libraries }))
             }
             Err(error) => {
                 let error = match error {
                     PrepareError::Config(reason) => StartError::Config(reason),
-                    PrepareError::Failed(reason) => StartError::failed(self.rank, name(phase), reason),
+                    PrepareError::Failed(reason) => StartError::failed(self.rank, phase.name(), reason),
                 };
-                self.rendezvous.fail(&error);
-                Err(error)
+                Err(self.rendezvous.fail(error))
             }
         }
     }
@@ -113,12 +140,15 @@ struct Meeting {
     at: Vec<Option<Phase>>,
     arrived: usize,
     round: u64,
-    failed: Option<String>,
+    /// Smallest offer of this round, and what the last round agreed on.
+    offer: usize,
+    agreed: usize,
+    failed: Option<StartError>,
 }
 
 impl Rendezvous {
     pub fn new(ranks: usize, deadline: Instant) -> Arc<Self> {
-        let state = Meeting { at: vec![None; ranks], arrived: 0, round: 0, failed: None };
+        let state = Meeting { at: vec![None; ranks], arrived: 0, round: 0, offer: usize::MAX, agreed: 0, failed: None };
         Arc::new(Rendezvous { deadline, state: Mutex::new(state), changed: Condvar::new() })
     }
     pub fn time_left(&self) -> Duration {
@@ -127,7 +157,7 @@ impl Rendezvous {
     /// Where each rank is.
     pub fn describe(&self) -> String {
         let state = self.state();
-        let place = |at: &Option<Phase>| at.map_or("its first phase", name);
+        let place = |at: &Option<Phase>| at.map_or("its first phase", Phase::name);
         let places = state.at.iter().enumerate().map(|(rank, at)| format!("rank {rank} is in {}", place(at)));
         places.collect::<Vec<_>>().join(", ")
     }
@@ -137,12 +167,19 @@ impl Rendezvous {
     }
 
     fn meet(&self, rank: usize, phase: Phase) -> Result<(), PrepareError> {
+        self.state().at[rank] = Some(phase);
+        self.least(usize::MAX).map(|_| ())
+    }
+
+    /// Waits until every rank is here; the smallest offer.
+    fn least(&self, offer: usize) -> Result<usize, PrepareError> {
         let mut state = self.state();
-        state.at[rank] = Some(phase);
         state.arrived += 1;
+        state.offer = state.offer.min(offer);
         let round = state.round;
         if state.arrived == state.at.len() {
             (state.arrived, state.round) = (0, round + 1);
+            state.agreed = std::mem::replace(&mut state.offer, usize::MAX);
             self.changed.notify_all();
         }
         while state.round == round && state.failed.is_none() {
@@ -154,18 +191,16 @@ impl Rendezvous {
             state = self.changed.wait_timeout(state, left).expect("nothing panics while it holds the meeting").0;
         }
         match &state.failed {
-            Some(reason) => Err(PrepareError::Failed(format!("gave up: {reason}"))),
-            None => Ok(()),
+            Some(first) => Err(PrepareError::Failed(format!("gave up: {first}"))),
+            None => Ok(state.agreed),
         }
     }
 
-    fn fail(&self, error: &StartError) {
+    /// Wakes everybody who waits; the failure that came first.
+    fn fail(&self, error: StartError) -> StartError {
         let mut state = self.state();
-        state.failed.get_or_insert_with(|| error.to_string());
+        let first = state.failed.get_or_insert(error).clone();
         self.changed.notify_all();
+        first
     }
-}
-
-fn name(phase: Phase) -> &'static str {
-    PHASES[phase as usize].1
 }

@@ -9,6 +9,7 @@ use slotgraph_graphs::spec::SamplingSpec;
 use slotgraph_graphs::step::StepLimits;
 use slotgraph_runtime::clock::{Clock, ManualClock};
 use slotgraph_runtime::engine::{Engine, EngineHandle, SubmitError, Turn};
+use slotgraph_runtime::faults::EngineFaults;
 use slotgraph_runtime::load::{Load, SlotState};
 use slotgraph_runtime::policy::Policy;
 use slotgraph_runtime::request::{Choice, Group};
@@ -126,7 +127,8 @@ impl World {
         let options = SchedulerOptions { limits, reserve_tokens, itl_target, policy, trace, replays: true };
         let scheduler = Scheduler::new(options, load.clone(), recorder.clone(), Epoch::new(clock.now()));
         let spy = Spy::new(device, seed, echo);
-        let engine = Engine::new(scheduler, spy, clock.clone(), inbox, load.clone(), None, launch_ahead);
+        let engine =
+            Engine::new(scheduler, spy, clock.clone(), inbox, load.clone(), EngineFaults::default(), launch_ahead);
         let (clients, model) = (Vec::new(), Model::default());
         World { engine, handle, control, clock, load, clients, dead: None, recorder, model, groups: 0, context_max }
     }
