@@ -115,13 +115,48 @@ pub fn experts_of_rank(rank: usize, ranks: usize, experts: usize) -> std::ops::R
     first_of_shard(rank * per)..first_of_shard((rank + 1) * per)
 }
 
+/// What evaluates the contract on the CPU.
+const REFERENCES: &[(&str, &str)] = &[
+    ("cpu/weight.rs", include_str!("cpu/weight.rs")),
+    ("math/attend.rs", include_str!("math/attend.rs")),
+    ("math/bf16.rs", include_str!("math/bf16.rs")),
+    ("math/exp.rs", include_str!("math/exp.rs")),
+    ("math/gemm.rs", include_str!("math/gemm.rs")),
+    ("math/mod.rs", include_str!("math/mod.rs")),
+    ("math/norm.rs", include_str!("math/norm.rs")),
+    ("math/philox.rs", include_str!("math/philox.rs")),
+    ("math/rope.rs", include_str!("math/rope.rs")),
+    ("math/route.rs", include_str!("math/route.rs")),
+    ("math/sample.rs", include_str!("math/sample.rs")),
+    ("ops/embed.rs", include_str!("ops/embed.rs")),
+    ("ops/exchange.rs", include_str!("ops/exchange.rs")),
+    ("ops/feed.rs", include_str!("ops/feed.rs")),
+    ("ops/fetch.rs", include_str!("ops/fetch.rs")),
+    ("ops/gemm_add.rs", include_str!("ops/gemm_add.rs")),
+    ("ops/gqa_attend.rs", include_str!("ops/gqa_attend.rs")),
+    ("ops/gqa_prep.rs", include_str!("ops/gqa_prep.rs")),
+    ("ops/head.rs", include_str!("ops/head.rs")),
+    ("ops/mla_attend.rs", include_str!("ops/mla_attend.rs")),
+    ("ops/mla_prep.rs", include_str!("ops/mla_prep.rs")),
+    ("ops/mla_uv.rs", include_str!("ops/mla_uv.rs")),
+    ("ops/mod.rs", include_str!("ops/mod.rs")),
+    ("ops/moe_combine.rs", include_str!("ops/moe_combine.rs")),
+    ("ops/moe_down.rs", include_str!("ops/moe_down.rs")),
+    ("ops/moe_gate.rs", include_str!("ops/moe_gate.rs")),
+    ("ops/moe_up.rs", include_str!("ops/moe_up.rs")),
+    ("ops/norm_gate_up.rs", include_str!("ops/norm_gate_up.rs")),
+    ("ops/norm_gemm.rs", include_str!("ops/norm_gemm.rs")),
+    ("ops/rows.rs", include_str!("ops/rows.rs")),
+    ("ops/sample.rs", include_str!("ops/sample.rs")),
+];
+
 /// SHA-256 over the contract: this file's text, the CPU references' and CUDA sources that evaluate it, and `device`
 /// (for a GPU: architecture, compiler version and options; for the CPU: `cpu` and the precision).
 pub fn hash(device: &str) -> [u8; 32] {
     let mut sha = Sha256::new();
     sha.update(VERSION.to_le_bytes());
     sha.update(include_str!("contract.rs"));
-    for (name, text) in crate::cuda_sources() {
+    for (name, text) in REFERENCES.iter().chain(crate::cuda_sources()) {
         sha.update((name.len() as u64).to_le_bytes());
         sha.update(name);
         sha.update((text.len() as u64).to_le_bytes());
@@ -155,6 +190,19 @@ mod tests {
         let parts = [1.0e8_f32, 1.0, -1.0e8, 1.0];
         assert_eq!(tree(&parts), (1.0e8_f32 + 1.0) + (-1.0e8 + 1.0));
         assert_ne!(tree(&parts), ((1.0e8_f32 + 1.0) + -1.0e8) + 1.0);
+    }
+
+    #[test]
+    fn the_hash_covers_every_reference() {
+        let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+        for folder in ["math", "ops"] {
+            for file in std::fs::read_dir(source.join(folder)).unwrap() {
+                let file = file.unwrap().file_name().into_string().unwrap();
+                let listed = REFERENCES.iter().any(|(name, _)| *name == format!("{folder}/{file}"));
+                assert!(listed || file == "tests.rs", "{folder}/{file} is not in the hash");
+            }
+        }
+        assert_ne!(hash("cpu oracle"), hash("cpu contract"));
     }
 
     #[test]

@@ -18,10 +18,6 @@ impl Random {
         philox([self.at, 0, 0, 0], [self.seed, 1])[0]
     }
 
-    pub fn below(&mut self, limit: usize) -> usize {
-        self.word() as usize % limit
-    }
-
     /// Roughly normal, mean 0, standard deviation `scale`.
     pub fn float(&mut self, scale: f32) -> f32 {
         let sum: u32 = (0..4).map(|_| self.word() >> 16).sum();
@@ -30,10 +26,5 @@ impl Random {
 
     pub fn floats(&mut self, count: usize, scale: f32) -> Vec<f32> {
         (0..count).map(|_| self.float(scale)).collect()
-    }
-
-    /// As `floats`, every value representable in bf16.
-    pub fn bf16s(&mut self, count: usize, scale: f32) -> Vec<f32> {
-        (0..count).map(|_| super::bf16::round(self.float(scale))).collect()
     }
 }

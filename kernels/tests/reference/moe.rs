@@ -6,7 +6,8 @@ use crate::rig::{Net, Random};
 use slotgraph_kernels::contract::{GemmKind, experts_of_rank};
 use slotgraph_kernels::cpu::CpuMemory;
 use slotgraph_kernels::ops::{MoeCombine, MoeDown, MoeGate, MoeSum, MoeUp, Op, Routing, SharedGate, TopkMethod};
-use slotgraph_kernels::{DType, Precision};
+use slotgraph_kernels::{DType, OpError, Precision};
+use std::sync::Arc;
 
 const EPS: f32 = 1e-5;
 const EXPERTS: usize = 12;
@@ -224,6 +225,42 @@ fn moe_combine() -> Case {
     };
     let op = Op::MoeCombine(MoeCombine { x, gathered, shared, ranks: 4 });
     Case::new("moe_combine", net, op, vec![x], Box::new(expect))
+}
+
+/// Peers that are all this rank, plus their number.
+struct Echo;
+
+impl AllGather for Echo {
+    fn all_gather(&self, rank: usize, send: &[f32], gathered: &mut [f32]) -> Result<(), ExchangeError> {
+        if rank == 3 {
+            return Err(ExchangeError::PeerGone { rank: 2, reason: "it was told to".into() });
+        }
+        for (peer, gathered) in gathered.chunks_mut(send.len()).enumerate() {
+            gathered.iter_mut().zip(send).for_each(|(out, x)| *out = x + peer as f32);
+        }
+        Ok(())
+    }
+    fn leave(&self, _: usize, _: &str) {}
+}
+
+#[test]
+fn an_exchange_moves_every_row_of_the_plan_and_passes_failures_on() {
+    let mut net = Net::new(3);
+    let gathered = net.buffer("gathered", DType::F32, &[4, 3, 2]);
+    let partial = net.per_row("partial", DType::F32, 2);
+    let exchange = |rank: usize| Op::Exchange(Exchange { gathered, partial, rank, ranks: 4 });
+    exchange(1).check(&net).unwrap();
+    let mut memory = net.memory(Precision::Oracle);
+    memory.f32_mut(partial).copy_from_slice(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    assert_eq!(exchange(1).run(&mut memory), Err(OpError::NoPeers));
+    memory.exchange = Some(Arc::new(Echo));
+    memory.rows = 1;
+    exchange(1).run(&mut memory).unwrap();
+    let expected: Vec<f32> = (0..4).flat_map(|peer| (1..=6).map(move |x| (x + peer) as f32)).collect();
+    assert_eq!(memory.f32(gathered), expected);
+    let gone = ExchangeError::PeerGone { rank: 2, reason: "it was told to".into() };
+    assert_eq!(exchange(3).run(&mut memory), Err(OpError::Exchange(gone)));
+    assert_eq!(memory.f32(gathered), expected, "a failed exchange leaves the buffer in its place");
 }
 
 /// Every number of ranks gives the bits of one.
