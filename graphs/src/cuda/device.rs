@@ -21,7 +21,7 @@ use super::timing::Stamped;
 use super::weights::Weights;
 use crate::device::{BucketFacts, Device, DeviceError, DeviceFacts};
 use crate::fault::Fault;
-use crate::step::{StepInput, StepLimits, StepOutput};
+use crate::step::{RowFeed, StepInput, StepLimits, StepOutput};
 use slotgraph_kernels::contract;
 use slotgraph_kernels::launch::GpuFacts;
 use std::sync::Arc;
@@ -60,6 +60,7 @@ pub struct CudaDevice {
 impl CudaDevice {
     /// All phases in a row, for a device that has no other ranks to meet.
     pub fn prepare(options: CudaOptions) -> Result<CudaDevice, CudaError> {
+        let _range = nvtx::range("prepare");
         let allocated = Opened::open(options)?.compile()?.load_weights()?.allocate()?;
         let pages = allocated.pages()?;
         allocated.allocate_kv(pages)?.warm()?.capture()
@@ -187,6 +188,15 @@ impl CudaDevice {
     }
 }
 
+/// The range of a step that carries prefill rows.
+fn prefill_range(input: &StepInput) -> Option<nvtx::Range> {
+    if !nvtx::is_on() {
+        return None;
+    }
+    let rows = input.rows.iter().filter(|row| matches!(row.feed, RowFeed::Given { .. })).count();
+    (rows > 0).then(|| nvtx::range(format_args!("prefill/{rows}")))
+}
+
 fn contract_hash(base: &Base) -> String {
     super::ledger::hex(&contract::hash(&base.contract_identity()))
 }
@@ -195,6 +205,7 @@ impl Device for CudaDevice {
     fn enqueue(&mut self, input: &StepInput) -> Result<(), DeviceError> {
         let index = self.admit(input)?;
         self.gpu.bind().during(|| "enqueueing a step".into()).map_err(|error| self.lose(error))?;
+        let _range = prefill_range(input);
         self.launch(index, input.step).map_err(|error| self.lose(error))?;
         self.enqueued(index);
         Ok(())

@@ -66,6 +66,30 @@ pub enum CudaError {
     Step(#[from] DeviceError),
 }
 
+impl CudaError {
+    /// Whether another flag, library or machine would help (exit 2), rather than the device having failed.
+    pub fn is_configuration(&self) -> bool {
+        match self {
+            CudaError::Library(_)
+            | CudaError::Plan(_)
+            | CudaError::Launch { .. }
+            | CudaError::OldDriver { .. }
+            | CudaError::NewCompiler { .. }
+            | CudaError::NoDevice { .. }
+            | CudaError::OldGpu { .. }
+            | CudaError::Memory { .. }
+            | CudaError::Unsupported(_)
+            | CudaError::NoBuffer(_)
+            | CudaError::OutOfBounds { .. } => true,
+            CudaError::Compile(_)
+            | CudaError::Source(_)
+            | CudaError::Call { .. }
+            | CudaError::Graph { .. }
+            | CudaError::Step(_) => false,
+        }
+    }
+}
+
 /// A driver call that failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{call} failed with {code}{}", if .text.is_empty() { String::new() } else { format!(" ({})", .text) })]

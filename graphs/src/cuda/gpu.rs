@@ -6,9 +6,11 @@
 //! allocates, captures or waits goes through here and is counted.
 
 use super::error::{CallError, CudaError, During, check, check_driver};
+use super::libs::load_driver;
 use cudarc::driver::sys::{self, CUdevice_attribute};
 use cudarc::driver::{CudaContext, CudaStream, DriverError};
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -74,16 +76,40 @@ pub(super) struct Gpu {
     pub counters: CounterCells,
 }
 
+/// CUDA devices that the driver sees; an error if there is no driver that slotgraph can use.
+pub fn device_count(lib_dirs: &[PathBuf]) -> Result<usize, CudaError> {
+    load_driver(lib_dirs)?;
+    driver_version()?;
+    devices()
+}
+
+/// What cuDriverGetVersion says, if it is new enough. The driver library must have been loaded.
+fn driver_version() -> Result<i32, CudaError> {
+    let mut version: c_int = 0;
+    // SAFETY: the driver library is loaded, and `version` is a live int.
+    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) })
+        .during(|| "asking the driver for its version".into())?;
+    check_driver(version)?;
+    Ok(version)
+}
+
+fn devices() -> Result<usize, CudaError> {
+    match CudaContext::device_count() {
+        // A driver without a device to drive says so when it is initialised.
+        Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE => Ok(0),
+        count => {
+            let count = count.map_err(fault("cuInit")).during(|| "counting CUDA devices".into())?;
+            Ok(usize::try_from(count).unwrap_or(0))
+        }
+    }
+}
+
 impl Gpu {
     /// Opens device `ordinal`. The driver library must have been loaded (`Libraries::load`): cudarc panics otherwise.
     pub fn open(ordinal: usize) -> Result<Arc<Gpu>, CudaError> {
         let opening = || format!("opening CUDA device {ordinal}");
-        let mut driver_version: c_int = 0;
-        // SAFETY: the driver library is loaded (`Libraries::load` came first), and `driver_version` is a live int.
-        check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut driver_version) }).during(opening)?;
-        check_driver(driver_version)?;
-        let devices = CudaContext::device_count().map_err(fault("cuInit")).during(opening)?;
-        let count = usize::try_from(devices).unwrap_or(0);
+        let driver_version = driver_version()?;
+        let count = devices()?;
         if ordinal >= count {
             return Err(CudaError::NoDevice { ordinal, count });
         }

@@ -14,7 +14,7 @@ use std::ffi::{CStr, OsString};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// One library: what it is called and how it is recognised.
 #[derive(Debug)]
@@ -336,18 +336,23 @@ impl Libraries {
     /// Finds, opens and checks them. Ranks share the result: a second call with the same folders is free.
     pub fn load(lib_dirs: &[PathBuf]) -> Result<Arc<Libraries>, LibraryError> {
         static LOADED: Mutex<Vec<(Vec<PathBuf>, Arc<Libraries>)>> = Mutex::new(Vec::new());
-        let mut loaded = LOADED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, libraries)) = loaded.iter().find(|(folders, _)| folders == lib_dirs) {
             return Ok(libraries.clone());
         }
-        let mut search = Search::new(lib_dirs);
-        let driver = search.driver()?;
-        verify_driver(&driver)?;
-        let nvrtc = search.toolkit(&NVRTC)?;
+        let driver = load_driver(lib_dirs)?;
+        let nvrtc = Search::new(lib_dirs).toolkit(&NVRTC)?;
         let libraries = Arc::new(Libraries { driver, nvrtc });
         loaded.push((lib_dirs.to_vec(), libraries.clone()));
         Ok(libraries)
     }
+}
+
+/// Finds, opens and checks the driver alone: enough to count devices.
+pub fn load_driver(lib_dirs: &[PathBuf]) -> Result<Found, LibraryError> {
+    let driver = Search::new(lib_dirs).driver()?;
+    verify_driver(&driver)?;
+    Ok(driver)
 }
 
 /// That cudarc's functions are those of the driver that was opened.

@@ -329,6 +329,7 @@ fn an_old_driver_and_a_missing_device_are_refused() {
 #[test]
 fn a_device_that_is_not_there_is_refused() {
     with_mock("a_device_that_is_not_there_is_refused", 1, "devices 2\n", || {
+        assert_eq!(device_count(&options().lib_dirs).unwrap(), 2);
         let error = prepare_error(CudaOptions { ordinal: 2, ..options() });
         assert!(error.starts_with("there is no CUDA device 2; the driver sees 2"), "{error}");
     });

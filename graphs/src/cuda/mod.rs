@@ -36,7 +36,7 @@ pub use arena::ArenaBytes;
 pub use cache::Cache;
 pub use device::CudaDevice;
 pub use error::{CallError, CudaError, DRIVER_MIN, DRIVER_MIN_RELEASE};
-pub use gpu::{Counters, GpuIdentity};
+pub use gpu::{Counters, GpuIdentity, device_count};
 pub use graph::GraphReport;
 pub use modules::ModulesReport;
 pub use options::{CudaOptions, FREE_MIN, KV_MARGIN, KvMemory, LibraryReport, MemoryReport, PrepareReport};

@@ -27,7 +27,9 @@ fn without_a_driver_the_start_fails_and_says_where_it_looked() {
     }
     let folder = tempfile::TempDir::new().unwrap();
     let options = CudaOptions { lib_dirs: vec![folder.path().into()], ..options() };
+    assert!(device_count(&options.lib_dirs).unwrap_err().is_configuration());
     let Err(error) = CudaDevice::prepare(options) else { panic!("there is no GPU here") };
+    assert!(error.is_configuration());
     let text = error.to_string();
     assert!(text.starts_with("libcuda.so.1 (the NVIDIA driver) was not found"), "{text}");
     for part in [&folder.path().display().to_string(), "ld.so", "/usr/local/nvidia/lib64", "--device cpu", "--lib-dir"]
