@@ -5,7 +5,10 @@ use crate::rig::exactly::{apply, gated, norm, softmax, widened};
 use crate::rig::{Net, Random};
 use slotgraph_kernels::contract::{GemmKind, experts_of_rank};
 use slotgraph_kernels::cpu::CpuMemory;
-use slotgraph_kernels::ops::{MoeCombine, MoeDown, MoeGate, MoeSum, MoeUp, Op, Routing, SharedGate, TopkMethod};
+use slotgraph_kernels::ops::{
+    AllGather, Exchange, ExchangeError, MoeCombine, MoeDown, MoeGate, MoeSum, MoeUp, Op, Routing, SharedGate,
+    TopkMethod,
+};
 use slotgraph_kernels::{DType, OpError, Precision};
 use std::sync::Arc;
 
