@@ -95,7 +95,8 @@ DI void philox(u32 (&c)[4], u32 key0, u32 key1) {
     key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
   }
 }
-DI float gumbel(u32 word) { return -logf(-logf(((float)(word >> 8) + 0.5f) * 5.9604644775390625e-8f)); }
+/* u = ((word >> 9) + 1/2) · 2^-23, exact and inside (0, 1): with 24 bits the sum could round to 1. */
+DI float gumbel(u32 word) { return -logf(-logf(((float)(word >> 9) + 0.5f) * 1.1920928955078125e-7f)); }
 
 /* A slot's parameters and what the step's mask leaves of them. */
 struct Draw {
