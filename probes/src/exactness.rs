@@ -7,6 +7,7 @@ mod cases;
 mod legs;
 mod oracle;
 
+use crate::check_ops;
 use crate::claim::{Claim, Label};
 use crate::cli::{Outcome, ProbeError};
 use crate::driver::Driver;
@@ -31,6 +32,8 @@ use std::sync::Arc;
 pub struct Args {
     #[command(flatten)]
     subject: SubjectArgs,
+    #[command(flatten)]
+    ops: check_ops::Args,
     /// Case-set files [default: the built-in set].
     #[arg(long, value_name = "FILE")]
     cases: Vec<PathBuf>,
@@ -89,6 +92,9 @@ struct Pair {
 }
 
 pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
+    if args.ops.check_ops {
+        return check_ops::run(&args.subject, &args.ops);
+    }
     let subject = Subject::open(&args.subject)?;
     let mut draft = Draft::new(
         "exactness",

@@ -5,6 +5,7 @@
 
 pub mod bench_decode;
 pub mod bench_http;
+pub mod check_ops;
 pub mod claim;
 pub mod cli;
 pub mod client;

@@ -356,12 +356,12 @@ fn probes_see_every_op_buffer_and_node() {
     with_mock("probes_see_every_op_buffer_and_node", 1, "", || {
         struct Watch(Vec<usize>, Vec<usize>);
         impl Observer for Watch {
-            fn before(&mut self, at: OpAt<'_>, device: &CudaDevice) -> Result<(), CudaError> {
+            fn before(&mut self, at: OpAt<'_>, device: &CudaDevice) -> Result<Turn, CudaError> {
                 for id in at.placed.op.reads() {
                     device.read_shaped(at.plan, id)?;
                 }
                 self.0.push(at.index);
-                Ok(())
+                Ok(Turn::Launch)
             }
             fn after(&mut self, at: OpAt<'_>, _: &CudaDevice) -> Result<(), CudaError> {
                 self.1.push(at.index);

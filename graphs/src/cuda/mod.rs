@@ -41,7 +41,7 @@ pub use graph::GraphReport;
 pub use modules::ModulesReport;
 pub use options::{CudaOptions, FREE_MIN, KV_MARGIN, KvMemory, LibraryReport, MemoryReport, PrepareReport};
 pub use prepare::{Allocated, Compiled, Loaded, Opened, Resolved, Warm};
-pub use probe::{NodeInfo, Observer, OpAt};
+pub use probe::{NodeInfo, Observer, OpAt, Turn};
 pub use timing::{NodeTimes, OpTime};
 pub use weights::{Progress, WeightsReport};
 

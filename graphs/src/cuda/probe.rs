@@ -21,11 +21,19 @@ pub struct OpAt<'a> {
     pub plan: &'a Plan,
 }
 
+/// What an observer wants of the op that comes next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    Launch,
+    /// The observer writes what the op would have written.
+    Skip,
+}
+
 /// Looks on while a step is run op by op.
 pub trait Observer {
     /// The op's inputs are as the ops before left them.
-    fn before(&mut self, at: OpAt<'_>, device: &CudaDevice) -> Result<(), CudaError>;
-    /// The op has run; an error stops the step and loses the device.
+    fn before(&mut self, at: OpAt<'_>, device: &CudaDevice) -> Result<Turn, CudaError>;
+    /// The op has run, or was skipped; an error stops the step and loses the device.
     fn after(&mut self, at: OpAt<'_>, device: &CudaDevice) -> Result<(), CudaError>;
 }
 
@@ -99,7 +107,7 @@ impl CudaDevice {
     }
 
     /// Overwrites part of a device buffer, after everything enqueued so far.
-    pub fn write_buffer(&mut self, name: &str, offset: usize, bytes: &[u8]) -> Result<(), CudaError> {
+    pub fn write_buffer(&self, name: &str, offset: usize, bytes: &[u8]) -> Result<(), CudaError> {
         let id = self.arena.find(name).ok_or_else(|| CudaError::NoBuffer(name.into()))?;
         let spec = &self.arena.specs[id.0 as usize];
         in_bounds(name, spec.bytes(), offset, bytes.len(), "writing")?;
@@ -129,9 +137,10 @@ impl CudaDevice {
     fn observe_op(&mut self, index: usize, op: usize, observer: &mut dyn Observer) -> Result<(), CudaError> {
         let program = &self.programs[index];
         let at = OpAt { index: op, placed: &program.plan.ops[op], plan: &program.plan };
-        observer.before(at, self)?;
-        program.launch_op(&self.gpu, op, self.exchange.as_mut())?;
-        self.gpu.wait().during(|| format!("running {}", program.describe(op)))?;
+        if observer.before(at, self)? == Turn::Launch {
+            program.launch_op(&self.gpu, op, self.exchange.as_mut())?;
+            self.gpu.wait().during(|| format!("running {}", program.describe(op)))?;
+        }
         let program = &self.programs[index];
         observer.after(OpAt { index: op, placed: &program.plan.ops[op], plan: &program.plan }, self)
     }
