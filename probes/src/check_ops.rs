@@ -57,9 +57,6 @@ pub struct Args {
     /// Only the model's first layers (dummy weights of a large shape).
     #[arg(long, value_name = "N")]
     layers: Option<usize>,
-    /// Positions of a request at most.
-    #[arg(long, value_name = "N", default_value_t = 2048)]
-    check_len: usize,
     /// Ops that the device does not run: the CPU's outputs take their place.
     #[arg(long, value_name = "OP", value_delimiter = ',')]
     replace: Vec<String>,
@@ -98,6 +95,9 @@ pub fn run(subject: &SubjectArgs, args: &Args) -> Result<Outcome, ProbeError> {
     Ok(Outcome::Text(String::new()))
 }
 
+/// Positions of a request, unless --max-model-len says otherwise.
+const LENGTH: usize = 2048;
+
 /// Starts a child's last line.
 const REPORT: &str = "report ";
 /// Starts the line that says which op comes next.
@@ -133,7 +133,7 @@ fn check_model(subject: &SubjectArgs, args: &Args, folder: Option<&Path>) -> Res
     if let Some(layers) = args.layers {
         spec.layers = layers.clamp(1, spec.layers);
     }
-    let limits = limits(&spec, args);
+    let limits = limits(&spec, &args.buckets(), settings.max_model_len.unwrap_or(LENGTH));
     let plans = limits.buckets.iter().map(|&bucket| model::build(&spec, &limits, RankShape::SINGLE, bucket));
     let plans = plans.collect::<Result<Vec<Plan>, _>>().map_err(|e| usage(&e))?;
     let largest = plans.last().expect("there is a bucket").clone();
@@ -184,14 +184,14 @@ fn no_device(error: &CudaError) -> Report {
     if absent { Report { absent: text, ..Report::default() } } else { Report { lost: text, ..Report::default() } }
 }
 
-fn limits(spec: &ModelSpec, args: &Args) -> StepLimits {
-    let max_model_len = spec.positions.min(args.check_len.max(2 * PAGE_TOKENS));
+fn limits(spec: &ModelSpec, buckets: &[usize], length: usize) -> StepLimits {
+    let max_model_len = spec.positions.min(length.max(2 * PAGE_TOKENS));
     let pages_per_slot = max_model_len.div_ceil(PAGE_TOKENS);
     StepLimits {
         slots_max: SLOTS,
         pages: SLOTS * pages_per_slot + 1,
         pages_per_slot,
-        buckets: args.buckets(),
+        buckets: buckets.to_vec(),
         launch_ahead: 0,
         max_model_len,
         prefill_chunk: 512,

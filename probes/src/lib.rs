@@ -19,6 +19,8 @@ pub mod load;
 pub mod machine;
 pub mod manifest;
 pub mod matrix;
+#[cfg(test)]
+mod mock;
 pub mod plan;
 pub mod readiness;
 pub mod regression;

@@ -27,8 +27,7 @@ pub fn run(subject: &SubjectArgs, args: &Args) -> Result<Outcome, ProbeError> {
         Claim::of(Label::Exactness),
     );
     let models = args.models(subject);
-    draft.config =
-        json!({"check_ops": true, "buckets": args.buckets(), "layers": args.layers, "check_len": args.check_len});
+    draft.config = json!({"check_ops": true, "buckets": args.buckets(), "layers": args.layers});
     let (mut seen, mut missed) = (BTreeSet::new(), BTreeSet::new());
     let mut details = serde_json::Map::new();
     for (index, model) in models.iter().enumerate() {
@@ -129,11 +128,8 @@ fn check_model(args: &Args, index: usize) -> Result<Checked, ProbeError> {
         let op = ended.last.as_deref().and_then(|last| last.split_whitespace().next()).map(str::to_owned);
         match op {
             None => return Ok(checked),
-            Some(op) if !args.keep_going => {
-                drop(op);
-                return Ok(checked);
-            }
-            Some(op) if op != "fetch" && op != "feed" && replaced.insert(op.clone()) => {}
+            Some(_) if !args.keep_going => return Ok(checked),
+            Some(op) if op != "feed" && replaced.insert(op.clone()) => {}
             Some(_) if left.len() > 1 => {
                 left.remove(0);
             }

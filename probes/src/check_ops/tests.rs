@@ -14,8 +14,7 @@ struct Rig {
 fn rig(buckets: &[usize]) -> Rig {
     let folder = Folder::Embedded { name: demo::NAME, files: demo::FILES };
     let checkpoint = Checkpoint::load(folder, slotgraph_runtime::checkpoint::LoadFormat::Safetensors).unwrap();
-    let args = Args { bucket: buckets.to_vec(), check_len: 640, ..Args::default() };
-    let limits = limits(&checkpoint.spec, &args);
+    let limits = limits(&checkpoint.spec, buckets, 640);
     let plans: Vec<Plan> = limits
         .buckets
         .iter()
@@ -124,4 +123,35 @@ fn an_op_that_is_replaced_by_the_cpu_leaves_the_rest_checked() {
     assert!(findings.iter().all(|finding| finding.bad == 0), "{}", findings::table(&findings));
     let checked: BTreeSet<&str> = findings.iter().map(|finding| finding.op.as_str()).collect();
     assert!(!checked.contains("moe_up") && checked.contains("moe_down"), "{checked:?}");
+}
+
+#[test]
+fn a_gpu_is_stepped_op_by_op_and_its_idle_kernels_are_found() {
+    let rig = rig(&[1, 4]);
+    let name = "check_ops::tests::a_gpu_is_stepped_op_by_op_and_its_idle_kernels_are_found";
+    crate::mock::with_mock(name, &rig.spec, &rig.limits, "", |folder| {
+        let source = Checkpoint::load(
+            Folder::Embedded { name: demo::NAME, files: demo::FILES },
+            slotgraph_runtime::checkpoint::LoadFormat::Safetensors,
+        )
+        .unwrap()
+        .source();
+        let mut options = CudaOptions::new(rig.spec.clone(), rig.limits.clone(), source);
+        options.lib_dirs = vec![folder.to_path_buf()];
+        options.cache = slotgraph_graphs::cuda::Cache::off();
+        options.kv = KvMemory::Pages(rig.limits.pages);
+        options.graph = false;
+        let mut device = CudaDevice::prepare(options).unwrap();
+        let largest = rig.plans.last().unwrap();
+        // The mock publishes steps itself, and everything else must come from the CPU.
+        let ops = largest.ops.iter().map(|placed| placed.op.name()).filter(|op| !["feed", "moe_up"].contains(op));
+        let replaced: BTreeSet<String> = ops.map(str::to_owned).collect();
+        let mut journal = |_: u64, _: At| {};
+        let mut checker = Checker::new(memory(largest, rig.weights.clone()), &replaced, false, &mut journal);
+        let report = check(&mut device, &rig.spec, Vec::new(), &mut checker);
+        assert_eq!((report.lost, report.done), (None, vec![1, 4]));
+        let findings = checker.findings.into_list();
+        let bad: BTreeSet<&str> = findings.iter().filter(|f| f.bad > 0).map(|f| f.op.as_str()).collect();
+        assert_eq!(bad, BTreeSet::from(["feed", "moe_up"]), "{}", findings::table(&findings));
+    });
 }

@@ -1,0 +1,71 @@
+//! A mock driver for the tests of probes that look inside a GPU: its kernels do nothing but publish their step.
+//!
+//! A loaded driver stays loaded, so each such test starts itself again, by name, in a process that finds the mock's folder prepared.
+
+use slotgraph_graphs::model;
+use slotgraph_graphs::plan::RankShape;
+use slotgraph_graphs::spec::ModelSpec;
+use slotgraph_graphs::step::StepLimits;
+use slotgraph_kernels::launch::{Arg, GpuFacts, Launch, stamp};
+use slotgraph_kernels::{Op, pack};
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Set in the child: the folder of the mock.
+const FOLDER: &str = "SLOTGRAPH_MOCK_FOLDER";
+
+/// Runs `body` with the folder of a mock that knows the kernels of these plans. `test` is the path of the test.
+pub fn with_mock(test: &str, spec: &ModelSpec, limits: &StepLimits, extra: &str, body: impl FnOnce(&Path)) {
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        return body(&PathBuf::from(folder));
+    }
+    let folder = tempfile::TempDir::new().unwrap();
+    let itself = std::env::current_exe().unwrap();
+    let library = itself.parent().unwrap().join("libmockcuda.so");
+    for file in ["libcuda.so.1", "libnvrtc.so.13"] {
+        std::fs::copy(&library, folder.path().join(file)).unwrap();
+    }
+    std::fs::write(folder.path().join("mockcuda.conf"), configuration(spec, limits) + extra).unwrap();
+    let child =
+        Command::new(&itself).args(["--exact", test, "--nocapture"]).env(FOLDER, folder.path()).output().unwrap();
+    let text = String::from_utf8_lossy(&child.stdout).into_owned() + &String::from_utf8_lossy(&child.stderr);
+    assert!(child.status.success() && text.contains("1 passed"), "{text}");
+}
+
+/// The kernels of the plans, as the mock must know them.
+fn configuration(spec: &ModelSpec, limits: &StepLimits) -> String {
+    let mut text = String::from("memory 2147483648\n");
+    let mut seen = BTreeSet::new();
+    let mut declare = |launch: &Launch| {
+        if seen.insert(launch.kernel.function) {
+            write!(text, "function {}", launch.kernel.function).unwrap();
+            for arg in &launch.args {
+                write!(text, " {}", if matches!(arg, Arg::U32(_)) { 4 } else { 8 }).unwrap();
+            }
+            text.push('\n');
+        }
+    };
+    declare(&stamp(0));
+    let mut publish = String::new();
+    for &bucket in &limits.buckets {
+        let plan = model::build(spec, limits, RankShape::SINGLE, bucket).unwrap();
+        for weight in &plan.weights {
+            pack::launch(&weight.form, 0..1).iter().for_each(&mut declare);
+        }
+        declare(&pack::dummy_launch(&plan.weights[0].parts[0], 0, 1));
+        for placed in &plan.ops {
+            let launches = placed.op.launches(&plan, &GpuFacts::h200()).unwrap();
+            launches.iter().for_each(&mut declare);
+            if let Op::Feed(feed) = &placed.op {
+                let last = launches.last().unwrap();
+                let at = |id| last.args.iter().position(|arg| *arg == Arg::Buffer(id)).unwrap();
+                let (counter, ring) = (at(feed.step_counter), at(feed.output_ring));
+                let (entries, words) = (limits.ring_entries(), limits.entry_layout().output_words());
+                publish = format!("publish {} {counter} {ring} {entries} {words}\n", last.kernel.function);
+            }
+        }
+    }
+    text + &publish
+}
