@@ -13,11 +13,11 @@ use crate::subject::{AnyDriver, Subject, SubjectArgs};
 use serde::Serialize;
 use slotgraph_graphs::device::{DeviceError, DeviceFacts};
 use slotgraph_graphs::model;
-use slotgraph_graphs::plan::RankShape;
-use slotgraph_graphs::spec::{ModelSpec, SamplingSpec};
+use slotgraph_graphs::plan::{Plan, RankShape};
+use slotgraph_graphs::spec::{Mlp, ModelSpec, SamplingSpec};
 use slotgraph_graphs::step::{StepLimits, StepOutput};
 use slotgraph_kernels::contract::GemmKind;
-use slotgraph_kernels::{Specs, WeightForm};
+use slotgraph_kernels::{Op, Specs, WeightForm};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -76,6 +76,8 @@ struct Cell {
     /// Least bytes that such a step must read.
     floor_bytes: f64,
     floor_gb_s: f64,
+    /// Of what copies inside the device reach, measured just before.
+    ceiling_share: Option<f64>,
 }
 
 pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
@@ -111,6 +113,7 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
     let grid: Vec<(usize, usize)> =
         args.rows.iter().flat_map(|&rows| args.context.iter().map(move |&context| (rows, context))).collect();
     let mut times: Vec<Vec<Vec<StepTime>>> = vec![Vec::new(); grid.len()];
+    let ceiling = prepared.copy_bytes_s;
     let mut driver = prepared.into_driver();
     let mut bad = None;
     for _ in 0..args.repeats {
@@ -119,13 +122,17 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
             bad = bad.or(lost.map_err(|e| ProbeError::Failed(e.to_string()))?);
         }
     }
-    let cells: Vec<Cell> = grid
+    let mut cells: Vec<Cell> = grid
         .iter()
         .zip(&times)
         .map(|(&(rows, context), repeats)| {
             cell(&subject.checkpoint.spec, &limits, &facts, args, rows, context, repeats)
         })
         .collect();
+    if let Some(ceiling) = ceiling {
+        draft.metric("copy_gb_s", ceiling / 1e9, "GB/s", 8, None);
+        cells.iter_mut().for_each(|cell| cell.ceiling_share = Some(1e9 * cell.floor_gb_s / ceiling));
+    }
     draft.check("every_row_drew_a_token", bad.is_none(), bad.unwrap_or_else(|| "each step, each row".into()));
     for cell in &cells {
         let at = format!("b{}_ctx{}", cell.rows, cell.context);
@@ -134,6 +141,11 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
         draft.repeated(&format!("tok_s_{at}"), &cell.tok_s_by_repeat, "tok/s", samples, floor);
         draft.metric(&format!("step_ms_{at}_p50"), cell.step_ms.p50, "ms", samples, None);
         draft.metric(&format!("step_ms_{at}_p99"), cell.step_ms.p99, "ms", samples, None);
+        draft.metric(&format!("enqueue_us_{at}_p50"), cell.enqueue_us.p50, "us", samples, None);
+        draft.metric(&format!("gap_us_{at}_p50"), cell.gap_us.p50, "us", samples, None);
+        if let Some(share) = cell.ceiling_share {
+            draft.metric(&format!("ceiling_share_{at}"), share, "of copy_gb_s", samples, None);
+        }
     }
     draft.detail("cells", &cells);
     draft.detail("device", &facts);
@@ -221,6 +233,7 @@ fn cell(
         tok_s_by_repeat: repeats.iter().map(|times| rate(times)).collect(),
         floor_bytes,
         floor_gb_s: floor_bytes / 1e9 / (step_ms.p50 / 1e3),
+        ceiling_share: None,
         step_ms,
     }
 }
@@ -228,27 +241,31 @@ fn cell(
 /// Bytes of weights and keys that a step of `rows` rows at `context` tokens must read at least, bf16, with experts drawn uniformly.
 fn floor_bytes(spec: &ModelSpec, limits: &StepLimits, bucket: usize, rows: usize, context: usize) -> f64 {
     let plan = model::build(spec, limits, RankShape::SINGLE, bucket).expect("this bucket's plan was prepared");
+    (0..plan.ops.len()).map(|op| op_floor_bytes(spec, &plan, op, rows, context)).sum()
+}
+
+/// The part of one op.
+pub fn op_floor_bytes(spec: &ModelSpec, plan: &Plan, op: usize, rows: usize, context: usize) -> f64 {
     let touched = match &spec.mlp {
-        slotgraph_graphs::spec::Mlp::Dense { .. } => 1.0,
-        slotgraph_graphs::spec::Mlp::Moe(moe) => {
-            1.0 - (1.0 - moe.routing.top_k as f64 / moe.routing.experts as f64).powi(rows as i32)
-        }
+        Mlp::Dense { .. } => 1.0,
+        Mlp::Moe(moe) => 1.0 - (1.0 - moe.routing.top_k as f64 / moe.routing.experts as f64).powi(rows as i32),
     };
-    let mut bytes = 0.0;
-    for placed in &plan.ops {
-        for id in placed.op.weights() {
-            bytes += match &plan.weight(id).form {
-                WeightForm::Gemm { kind, groups, n, k } => {
-                    let routed = matches!(kind, GemmKind::ExpertGateUp | GemmKind::ExpertDown);
-                    2.0 * (groups * n * k) as f64 * if routed { touched } else { 1.0 }
-                }
-                WeightForm::Vector { n } => 2.0 * *n as f64,
-                WeightForm::Table { cols, .. } => 2.0 * (rows * cols) as f64,
-                WeightForm::Rope(table) => 8.0 * (rows * table.inv_freq_bits.len()) as f64,
-            };
-        }
-    }
-    bytes + 2.0 * (rows * context * spec.kv_width() * spec.layers) as f64
+    let op = &plan.ops[op].op;
+    let weights: f64 = op
+        .weights()
+        .into_iter()
+        .map(|id| match &plan.weight(id).form {
+            WeightForm::Gemm { kind, groups, n, k } => {
+                let routed = matches!(kind, GemmKind::ExpertGateUp | GemmKind::ExpertDown);
+                2.0 * (groups * n * k) as f64 * if routed { touched } else { 1.0 }
+            }
+            WeightForm::Vector { n } => 2.0 * *n as f64,
+            WeightForm::Table { cols, .. } => 2.0 * (rows * cols) as f64,
+            WeightForm::Rope(table) => 8.0 * (rows * table.inv_freq_bits.len()) as f64,
+        })
+        .sum();
+    let attends = matches!(op, Op::MlaAttend(_) | Op::GqaAttend(_));
+    weights + if attends { 2.0 * (rows * context * spec.kv_width()) as f64 } else { 0.0 }
 }
 
 /// Measures the smallest batch with and without a planted delay of twice its step: the measurement must see it.

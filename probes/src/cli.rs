@@ -3,7 +3,8 @@
 use crate::evidence::Evidence;
 use crate::harness::raise_descriptor_limit;
 use crate::{
-    bench_decode, bench_http, combine, exactness, manifest, matrix, plan, readiness, reliability, replay, slo, soak,
+    attribution, bench_decode, bench_http, combine, doctor, exactness, graph_dump, make_checkpoint, manifest, matrix,
+    plan, readiness, reliability, replay, slo, soak,
 };
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
@@ -24,12 +25,17 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Attribution(attribution::Args),
     BenchDecode(bench_decode::Args),
     BenchHttp(bench_http::Args),
     Combine(combine::Args),
+    Doctor(doctor::Args),
     Exactness(exactness::Args),
+    GraphDiff(graph_dump::DiffArgs),
+    GraphDump(graph_dump::DumpArgs),
     GraphReadiness(readiness::Args),
     HttpReliability(reliability::Args),
+    MakeCheckpoint(make_checkpoint::Args),
     Manifest(manifest::Args),
     Matrix(matrix::Args),
     Plan(plan::Args),
@@ -55,17 +61,46 @@ pub enum ProbeError {
     /// The probe broke before it had a verdict: exit 1.
     #[error("{0}")]
     Failed(String),
+    /// This machine has no GPU to ask: exit 3, or 1 where SLOTGRAPH_REQUIRE_GPU=1 says that it must have one.
+    #[error("skipped: {0}")]
+    Absent(String),
+}
+
+impl ProbeError {
+    fn exit_code(&self) -> u8 {
+        match self {
+            ProbeError::Usage(_) => 2,
+            ProbeError::Failed(_) => 1,
+            ProbeError::Absent(_) => {
+                if gpu_is_required() {
+                    1
+                } else {
+                    3
+                }
+            }
+        }
+    }
+}
+
+/// Whether a missing GPU is a failure here.
+pub fn gpu_is_required() -> bool {
+    std::env::var_os("SLOTGRAPH_REQUIRE_GPU").is_some_and(|value| value == "1")
 }
 
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let outcome = match &cli.command {
+        Command::Attribution(args) => attribution::run(args),
         Command::BenchDecode(args) => bench_decode::run(args),
         Command::BenchHttp(args) => over_http(bench_http::run(args)),
         Command::Combine(args) => combine::run(args),
+        Command::Doctor(args) => doctor::run(args),
         Command::Exactness(args) => exactness::run(args),
+        Command::GraphDiff(args) => graph_dump::diff(args),
+        Command::GraphDump(args) => graph_dump::dump(args),
         Command::GraphReadiness(args) => readiness::run(args),
         Command::HttpReliability(args) => over_http(reliability::run(args)),
+        Command::MakeCheckpoint(args) => make_checkpoint::run(args),
         Command::Manifest(args) => manifest::run(args),
         Command::Matrix(args) => over_http(matrix::run(args)),
         Command::Plan(args) => plan::run(args),
@@ -77,7 +112,7 @@ pub fn main() -> ExitCode {
         Ok(code) => code,
         Err(error) => {
             eprintln!("slotgraph-probe: {error}");
-            ExitCode::from(if matches!(error, ProbeError::Usage(_)) { 2 } else { 1 })
+            ExitCode::from(error.exit_code())
         }
     }
 }

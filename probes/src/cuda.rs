@@ -1,10 +1,11 @@
 //! A CUDA device for probes that look inside one, or the reason why this machine has none.
 
-use crate::cli::{Outcome, ProbeError};
+use crate::cli::{Outcome, ProbeError, gpu_is_required};
 use crate::evidence::Draft;
 use crate::subject::Subject;
 use slotgraph_graphs::cuda::{CudaDevice, CudaError, CudaOptions, KvMemory as Pool};
 use slotgraph_graphs::fault::Fault;
+use slotgraph_kernels::Role;
 use slotgraph_runtime::config::{DeviceKind, KvMemory};
 
 /// Why there is no device to probe.
@@ -22,9 +23,7 @@ impl NoDevice {
     /// Ends a probe that needs a GPU: skipped where none is expected, failed where one is.
     pub fn end(self, mut draft: Draft) -> Result<Outcome, ProbeError> {
         match self {
-            NoDevice::Absent(reason) if std::env::var_os("SLOTGRAPH_REQUIRE_GPU").is_none_or(|v| v != "1") => {
-                Ok(Outcome::Evidence(Box::new(draft.skip(&reason))))
-            }
+            NoDevice::Absent(reason) if !gpu_is_required() => Ok(Outcome::Evidence(Box::new(draft.skip(&reason)))),
             NoDevice::Absent(reason) | NoDevice::Failed(reason) => {
                 draft.check("a_device_was_prepared", false, reason);
                 Ok(Outcome::Evidence(Box::new(draft.finish())))
@@ -52,6 +51,14 @@ pub fn prepare(subject: &Subject, graph: bool, fault: Option<Fault>) -> Result<C
         CudaError::Library(_) if crate::machine::Machine::read().gpus.is_empty() => NoDevice::Absent(error.to_string()),
         other => NoDevice::Failed(other.to_string()),
     })
+}
+
+/// Bytes a second that a copy inside the device reads and writes, at best. For a device whose cache holds nothing yet.
+pub fn copy_ceiling(device: &mut CudaDevice) -> Option<f64> {
+    let pools = device.buffers().iter().filter(|spec| spec.role == Role::Kv);
+    let name = pools.max_by_key(|spec| spec.bytes())?.name.clone();
+    let rates = device.time_copies(&name, 8).ok()?;
+    rates.into_iter().reduce(f64::max)
 }
 
 /// Whether the configuration is for a GPU; a probe of graphs has nothing to ask of another device.

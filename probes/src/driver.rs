@@ -60,6 +60,10 @@ struct Seat {
     /// Pages of this seat: consecutive from here.
     first_page: u32,
     pages: u32,
+    /// Of these, in the holder's block table.
+    given: u32,
+    /// Of the holder's next row.
+    position: u32,
 }
 
 impl<D: Device> Driver<D> {
@@ -103,7 +107,15 @@ impl<D: Device> Driver<D> {
             let first_page = self.next_page;
             self.next_page += pages as u32;
             let generation = Generation(self.generation);
-            self.seats.push(Seat { request, generation, active: true, first_page, pages: pages as u32 });
+            self.seats.push(Seat {
+                request,
+                generation,
+                active: true,
+                first_page,
+                pages: pages as u32,
+                given: 0,
+                position: 0,
+            });
         }
     }
 
@@ -137,14 +149,15 @@ impl<D: Device> Driver<D> {
 
     /// Starts every request at `position` with its prompt's last token and no prompt behind it: times a long context without filling it.
     pub fn start_at(&mut self, position: usize) -> Result<(), DeviceError> {
-        self.begin(self.seats.len());
+        // One seat a step: a step has room for the pages of one long context.
         for seat in 0..self.seats.len() {
+            self.begin(1);
             self.introduce(seat);
             let token = *self.seats[seat].request.prompt.last().expect("a prompt has a token");
             self.row(seat, RowFeed::Given { token, position: position as u32, generated: false }, RowWant::Sample);
+            self.enqueue()?;
+            self.settle()?;
         }
-        self.enqueue()?;
-        self.settle()?;
         Ok(())
     }
 
@@ -173,6 +186,16 @@ impl<D: Device> Driver<D> {
             each(&self.output);
         }
         Ok(times)
+    }
+
+    /// Builds the next decode step of all seats and hands it to `run`, which must run it to its end on the device.
+    pub fn by_hand<R>(&mut self, run: impl FnOnce(&mut D, &StepInput) -> R) -> R {
+        let riders: Vec<usize> = (0..self.seats.len()).filter(|&seat| self.seats[seat].active).collect();
+        self.begin(riders.len());
+        for seat in riders {
+            self.row(seat, RowFeed::FromSlot, RowWant::Sample);
+        }
+        run(&mut self.device, &self.input)
     }
 
     /// The seat's holder leaves: from the next step on it is retired and rides no more.
@@ -291,26 +314,34 @@ impl<D: Device> Driver<D> {
     }
 
     fn introduce(&mut self, seat: usize) {
-        let Seat { request, generation, first_page, pages, .. } = &self.seats[seat];
-        let slot = SlotId(seat as u32);
+        let Seat { request, generation, given, .. } = &mut self.seats[seat];
+        *given = 0;
         self.input.new_slots.push(NewSlot {
-            slot,
+            slot: SlotId(seat as u32),
             generation: *generation,
             sampling: request.sampling.clone(),
             choice: request.choice,
             generated: 0,
         });
-        let updates = (0..*pages).map(|index| PageUpdate { slot, index, page: PageId(first_page + index) });
-        self.input.pages.extend(updates);
     }
 
+    /// Adds a row, and the pages that its holder needs up to the row's position.
     fn row(&mut self, seat: usize, feed: RowFeed, want: RowWant) {
-        let sampling = &self.seats[seat].request.sampling;
-        let generation = self.seats[seat].generation;
-        if want != RowWant::Nothing {
-            self.input.features |= features(sampling);
+        let slot = SlotId(seat as u32);
+        let Seat { request, generation, first_page, pages, given, position, .. } = &mut self.seats[seat];
+        if let RowFeed::Given { position: at, .. } = feed {
+            *position = at;
         }
-        self.input.rows.push(RowInput { slot: SlotId(seat as u32), generation, feed, want });
+        // A row past its seat's pages belongs to a request that the device has ended.
+        while *given < *pages && *given * PAGE_TOKENS as u32 <= *position {
+            self.input.pages.push(PageUpdate { slot, index: *given, page: PageId(*first_page + *given) });
+            *given += 1;
+        }
+        *position += 1;
+        if want != RowWant::Nothing {
+            self.input.features |= features(&request.sampling);
+        }
+        self.input.rows.push(RowInput { slot, generation: *generation, feed, want });
     }
 
     /// Enqueues the step being built; returns the time that took.

@@ -3,6 +3,7 @@
 //! Uses every other crate and is used by none. **Invariant:** a verdict is computed (`evidence`), never written.
 #![forbid(unsafe_code)]
 
+pub mod attribution;
 pub mod bench_decode;
 pub mod bench_http;
 pub mod check_ops;
@@ -11,12 +12,15 @@ pub mod cli;
 pub mod client;
 pub mod combine;
 pub mod cuda;
+pub mod doctor;
 pub mod driver;
 pub mod evidence;
 pub mod exactness;
+pub mod graph_dump;
 pub mod harness;
 pub mod load;
 pub mod machine;
+pub mod make_checkpoint;
 pub mod manifest;
 pub mod matrix;
 #[cfg(test)]

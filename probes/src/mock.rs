@@ -2,12 +2,16 @@
 //!
 //! A loaded driver stays loaded, so each such test starts itself again, by name, in a process that finds the mock's folder prepared.
 
+use crate::subject::Subject;
 use slotgraph_graphs::model;
 use slotgraph_graphs::plan::RankShape;
 use slotgraph_graphs::spec::ModelSpec;
 use slotgraph_graphs::step::StepLimits;
 use slotgraph_kernels::launch::{Arg, GpuFacts, Launch, stamp};
 use slotgraph_kernels::{Op, pack};
+use slotgraph_runtime::checkpoint::{Checkpoint, Folder, LoadFormat};
+use slotgraph_runtime::config::{Config, Machine, Settings};
+use slotgraph_server::demo;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -32,6 +36,28 @@ pub fn with_mock(test: &str, spec: &ModelSpec, limits: &StepLimits, extra: &str,
         Command::new(&itself).args(["--exact", test, "--nocapture"]).env(FOLDER, folder.path()).output().unwrap();
     let text = String::from_utf8_lossy(&child.stdout).into_owned() + &String::from_utf8_lossy(&child.stderr);
     assert!(child.status.success() && text.contains("1 passed"), "{text}");
+}
+
+/// The bundled model on the mock, configured as `change` says; `test` is the path of the test.
+pub fn with_subject(test: &str, change: impl FnOnce(&mut Settings), body: impl FnOnce(&Subject)) {
+    let folder = std::env::var_os(FOLDER).map(PathBuf::from);
+    let mut settings = Settings {
+        device: Some("cuda".into()),
+        max_slots: Some(8),
+        kv_pages: Some(8 * 32 + 1),
+        prefill_chunk: Some(16),
+        lib_dir: folder.clone(),
+        ..Settings::default()
+    };
+    change(&mut settings);
+    let demo = Folder::Embedded { name: demo::NAME, files: demo::FILES };
+    let checkpoint = Checkpoint::load(demo, LoadFormat::Safetensors).unwrap();
+    let machine = Machine { gpus: 1, processors: 2 };
+    // The folder is there only in the child.
+    let config = Config::resolve(&settings, &checkpoint.spec, &checkpoint.name, machine).unwrap();
+    let limits = config.limits(config.fixed_pages().unwrap());
+    let subject = Subject { checkpoint, config };
+    with_mock(test, &subject.checkpoint.spec, &limits, "", |_| body(&subject));
 }
 
 /// The kernels of the plans, as the mock must know them.

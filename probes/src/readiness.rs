@@ -47,14 +47,17 @@ struct Ran {
 }
 
 pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
-    let subject = Subject::open(&args.subject)?;
+    examine(args, &Subject::open(&args.subject)?)
+}
+
+fn examine(args: &Args, subject: &Subject) -> Result<Outcome, ProbeError> {
     let mut draft = Draft::new(
         "graph-readiness",
         "was every bucket captured, replayed over many steps, and equal to eager bit for bit?",
         Claim::of(Label::GraphReadiness),
     );
     draft = subject.describe(draft);
-    if !cuda::is_cuda(&subject) {
+    if !cuda::is_cuda(subject) {
         return NoDevice::Absent("there is no CUDA device to capture graphs on".into()).end(draft);
     }
     if args.steps < 8 || args.steps + 64 > subject.config.max_model_len {
@@ -63,14 +66,14 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
     let buckets = subject.config.buckets.clone();
     let mut readiness = Readiness::new(subject.config.transport.name(), &buckets);
 
-    let eager = match cuda::prepare(&subject, false, None) {
+    let eager = match cuda::prepare(subject, false, None) {
         Ok(device) => run_script(device, &buckets, args, None),
         Err(none @ NoDevice::Absent(_)) => return none.end(draft),
         Err(NoDevice::Failed(reason)) => Err((FailureStage::ReferenceFailed, reason)),
     };
     let graph = match &eager {
         Err(_) => Err((FailureStage::NotStarted, String::new())),
-        Ok(_) => match cuda::prepare(&subject, true, None) {
+        Ok(_) => match cuda::prepare(subject, true, None) {
             Ok(device) => {
                 draft.contract_hash = contract_hash(&device);
                 draft.startup = serde_json::to_value(device.report()).expect("a report is plain data");
@@ -85,7 +88,7 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
     }
     if readiness.diverged() {
         drop((eager, graph));
-        locate::first_op(&subject, &mut readiness, args.steps);
+        locate::first_op(subject, &mut readiness, args.steps);
     }
     readiness.record(&mut draft);
     if !args.no_canary {
@@ -212,4 +215,32 @@ fn same_but_steps(want: &Transcript, got: &Transcript) -> bool {
             .iter()
             .zip(&got.steps)
             .all(|(a, b)| a.records == b.records && a.routes == b.routes && a.pad_rows == b.pad_rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_whose_kernels_do_nothing_is_ready_and_says_so_for_every_bucket() {
+        let name = "readiness::tests::a_driver_whose_kernels_do_nothing_is_ready_and_says_so_for_every_bucket";
+        crate::mock::with_subject(
+            name,
+            |_| {},
+            |subject| {
+                let demo = SubjectArgs { model: None, engine: Default::default() };
+                let args = Args { subject: demo, steps: 96, replays: 100, no_canary: true };
+                let Outcome::Evidence(evidence) = examine(&args, subject).unwrap() else { panic!("evidence") };
+                let readiness = &evidence.details["cuda_graph_readiness"];
+                assert_eq!(readiness["full_decode_capture_ready"], true, "{}", evidence.summary());
+                let buckets: Vec<u64> =
+                    readiness["buckets"].as_array().unwrap().iter().map(|b| b["bucket"].as_u64().unwrap()).collect();
+                assert_eq!(buckets, subject.config.buckets.iter().map(|&b| b as u64).collect::<Vec<u64>>());
+                for bucket in readiness["buckets"].as_array().unwrap() {
+                    assert!(bucket["ranks"][0]["nodes"].as_u64() > Some(20), "{bucket}");
+                    assert!(bucket["steps_verified"].as_u64() > Some(2), "{bucket}");
+                }
+            },
+        );
+    }
 }

@@ -140,6 +140,21 @@ pub fn run<D: Device>(driver: &mut Driver<D>, bucket: usize, steps: usize) -> Re
     Ok(transcript)
 }
 
+/// The script of `rows` rows in steps of at least `bucket`: the same answers are due in every bucket.
+pub fn run_wide<D: Device>(
+    driver: &mut Driver<D>,
+    rows: usize,
+    bucket: usize,
+    steps: usize,
+) -> Result<Transcript, DeviceError> {
+    let mut transcript = Transcript::default();
+    let limits = driver.limits().clone();
+    driver.bucket_floor = bucket;
+    decode(driver, &limits, rows, steps, &mut transcript)?;
+    driver.bucket_floor = 0;
+    Ok(transcript)
+}
+
 /// A decode bucket: full, one short, joined again, and one request that ends by itself.
 fn decode<D: Device>(
     driver: &mut Driver<D>,
@@ -191,4 +206,72 @@ fn prefill<D: Device>(
     driver.prefill(bucket, |output| seen.push(output.into()))?;
     times.extend(driver.decode(3, |output| seen.push(output.into()))?);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slotgraph_graphs::fault::FaultDevice;
+    use slotgraph_graphs::null::{Draw, Drawn, NullDevice, NullOptions, Settle};
+
+    fn limits() -> StepLimits {
+        StepLimits {
+            slots_max: 8,
+            pages: 8 * 8 + 1,
+            pages_per_slot: 8,
+            buckets: vec![1, 2, 4, 8, 16, 64, 128],
+            launch_ahead: 1,
+            max_model_len: 512,
+            prefill_chunk: 64,
+        }
+    }
+
+    /// A device that refuses what a real one would compute wrongly; its tokens follow from what it was fed.
+    fn driver() -> Driver<NullDevice> {
+        let script = |draw: Draw| Drawn::Token((draw.context % 900) as u32 + 10);
+        let device = NullDevice::new(NullOptions {
+            limits: limits(),
+            eos_ids: vec![1],
+            settle: Settle::AfterPolls(1),
+            step_ns: 1000,
+            script: Box::new(script),
+        });
+        Driver::new(device, limits())
+    }
+
+    #[test]
+    fn every_bucket_s_script_is_a_proper_use_of_a_device_and_repeats() {
+        let (mut one, mut two) = (driver(), driver());
+        for bucket in limits().buckets {
+            let a = run(&mut one, bucket, 96).unwrap_or_else(|e| panic!("bucket {bucket}: {e}"));
+            let b = run(&mut two, bucket, 96).unwrap();
+            assert!(a.steps.len() > 4);
+            assert_eq!(first_divergence(&a, &b), None);
+        }
+        let narrow = run_wide(&mut one, 4, 4, 40).unwrap();
+        let wide = run_wide(&mut two, 4, 64, 40).unwrap();
+        assert!(narrow.steps.iter().zip(&wide.steps).all(|(a, b)| a.records == b.records));
+    }
+
+    #[test]
+    fn a_changed_record_is_named_by_step_and_row() {
+        let truth = run(&mut driver(), 4, 40).unwrap();
+        let device = FaultDevice::arm(driver().device, 0, &["logprob-bit@9".parse().unwrap()]).unwrap();
+        let faulty = run(&mut Driver::new(device, limits()), 4, 40).unwrap();
+        let divergence = first_divergence(&truth, &faulty).unwrap();
+        // The fault waits for a step that has a record.
+        assert!(divergence.step >= 9 && divergence.row.is_some(), "{divergence:?}");
+    }
+
+    #[test]
+    fn scoring_an_answer_is_a_proper_use_too() {
+        let mut driver = driver();
+        let ask = plain_request(3, 20);
+        driver.seat(vec![ask.clone()], 200);
+        let generated: Vec<u32> = driver.regenerate(100).unwrap().iter().map(|record| record.token).collect();
+        assert_eq!(generated.len(), 100);
+        driver.seat(vec![ask], 200);
+        let scored: Vec<u32> = driver.score(&generated).unwrap().iter().map(|record| record.token).collect();
+        assert_eq!(scored, generated);
+    }
 }

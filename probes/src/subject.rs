@@ -15,7 +15,7 @@ use slotgraph_runtime::checkpoint::Checkpoint;
 use slotgraph_runtime::config::{Config, DeviceKind, PrecisionMode, Settings};
 use slotgraph_runtime::startup::Phases;
 use slotgraph_server::cli::Engine;
-use slotgraph_server::load;
+use slotgraph_server::load::{self, LoadError};
 use std::path::PathBuf;
 
 /// Which model, and the server's flags that say how it runs.
@@ -40,6 +40,18 @@ pub struct Prepared {
     pub limits: StepLimits,
     /// What preparing it took.
     pub startup: Value,
+    /// Bytes a second of copies inside a GPU, read plus written.
+    pub copy_bytes_s: Option<f64>,
+}
+
+/// A GPU that was asked for and is not there is no mistake of the command's.
+fn refused(error: LoadError) -> ProbeError {
+    match &error {
+        LoadError::Config(config) if config.flag == "--device" && config.value == "cuda" => {
+            ProbeError::Absent(error.to_string())
+        }
+        _ => ProbeError::Usage(error.to_string()),
+    }
 }
 
 /// Drives whatever device was configured.
@@ -58,18 +70,19 @@ impl Subject {
 
     /// As `open`, with settings that a probe changed.
     pub fn with(args: &SubjectArgs, settings: &Settings) -> Result<Subject, ProbeError> {
-        let (checkpoint, config) = load::open(args.model.as_ref(), settings, &mut Phases::default())
-            .map_err(|e| ProbeError::Usage(e.to_string()))?;
+        let (checkpoint, config) =
+            load::open(args.model.as_ref(), settings, &mut Phases::default()).map_err(refused)?;
         Ok(Subject { checkpoint, config })
     }
 
     /// The configured device (of one or several ranks) with every plan prepared, or why this machine has none.
     pub fn device(&self) -> Result<Prepared, NoDevice> {
         if self.config.device == DeviceKind::Cuda && self.config.ep == 1 {
-            let device = cuda::prepare(self, self.config.cuda_graph, None)?;
+            let mut device = cuda::prepare(self, self.config.cuda_graph, None)?;
+            let copy_bytes_s = cuda::copy_ceiling(&mut device);
             let limits = device.limits().clone();
             let startup = serde_json::to_value(device.report()).expect("a report is plain data");
-            return Ok(Prepared { device: Box::new(device), limits, startup });
+            return Ok(Prepared { device: Box::new(device), limits, startup, copy_bytes_s });
         }
         let limits = self.limits();
         let source = self.checkpoint.source();
@@ -80,7 +93,7 @@ impl Subject {
         };
         options.threads = Some(self.config.threads);
         let device = CpuDevice::prepare(options).map_err(|e| NoDevice::Failed(e.to_string()))?;
-        Ok(Prepared { device: Box::new(device), limits, startup: Value::Null })
+        Ok(Prepared { device: Box::new(device), limits, startup: Value::Null, copy_bytes_s: None })
     }
 
     /// The limits of the configured pool (CPU, bytes or pages).

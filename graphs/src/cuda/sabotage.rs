@@ -92,7 +92,7 @@ impl CudaDevice {
 }
 
 /// Both ranges are live allocations of at least `bytes` bytes: a buffer and the copy made as large as it.
-fn copy_on_device(gpu: &Gpu, target: u64, source: u64, bytes: usize) -> Result<(), CallError> {
+pub(super) fn copy_on_device(gpu: &Gpu, target: u64, source: u64, bytes: usize) -> Result<(), CallError> {
     // SAFETY: as said above; the stream is live.
     check("cuMemcpyDtoDAsync_v2", unsafe { sys::cuMemcpyDtoDAsync_v2(target, source, bytes, gpu.raw_stream()) })
 }

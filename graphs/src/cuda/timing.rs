@@ -8,7 +8,10 @@ use super::error::{CudaError, During};
 use super::gpu::fault;
 use super::graph::Graph;
 use super::launch::{Addresses, Call};
+use super::sabotage::copy_on_device;
+use crate::device::Device;
 use crate::step::{StepInput, StepOutput};
+use cudarc::driver::CudaEvent;
 use cudarc::driver::sys::CUevent_flags;
 use slotgraph_kernels::launch::{Arg, stamp};
 
@@ -127,6 +130,33 @@ impl CudaDevice {
         })?;
         graph.instantiate()?;
         Ok(Stamped { bucket: program.bucket, graph })
+    }
+
+    /// Bytes a second, read plus written, of device copies: the first half of `buffer` onto its second, `times` times. The
+    /// best of them is the copy ceiling of this GPU at this moment.
+    pub fn time_copies(&mut self, buffer: &str, times: usize) -> Result<Vec<f64>, CudaError> {
+        if self.in_flight() > 0 {
+            return Err(CudaError::Unsupported("copies can be timed only while no step is in flight".into()));
+        }
+        let doing = || format!("timing copies of {buffer}");
+        let id = self.arena.find(buffer).ok_or_else(|| CudaError::NoBuffer(buffer.into()))?;
+        let address = self.arena.address(id).expect("a prepared device has its page pool");
+        let half = self.arena.specs[id.0 as usize].bytes() / 2;
+        self.gpu.bind().during(doing)?;
+        let stream = self.gpu.stream.clone();
+        let mark =
+            || stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(fault("cuEventRecord")).during(doing);
+        let mut marks = vec![mark()?];
+        for _ in 0..times {
+            copy_on_device(&self.gpu, address + half as u64, address, half).during(doing)?;
+            marks.push(mark()?);
+        }
+        self.gpu.wait().during(doing)?;
+        let seconds = |pair: &[CudaEvent]| -> Result<f64, CudaError> {
+            let ms = pair[0].elapsed_ms(&pair[1]).map_err(fault("cuEventElapsedTime_v2")).during(doing)?;
+            Ok(f64::from(ms) / 1e3)
+        };
+        marks.windows(2).map(|pair| Ok(2.0 * half as f64 / seconds(pair)?.max(1e-9))).collect()
     }
 
     fn by_op(&self, index: usize, us: &[f64]) -> Vec<OpTime> {

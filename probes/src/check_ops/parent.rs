@@ -3,7 +3,7 @@
 use super::findings::{sentence, table};
 use super::{AT, Args, REPORT, Report};
 use crate::claim::{Claim, Label};
-use crate::cli::{Outcome, ProbeError};
+use crate::cli::{Outcome, ProbeError, gpu_is_required};
 use crate::evidence::{Canary, Draft};
 use crate::subject::SubjectArgs;
 use serde_json::json;
@@ -37,7 +37,7 @@ pub fn run(subject: &SubjectArgs, args: &Args) -> Result<Outcome, ProbeError> {
             .map_or("demo".into(), |name| name.to_string_lossy().into_owned());
         let checked = check_model(args, index)?;
         if let Some(reason) = checked.absent {
-            if std::env::var_os("SLOTGRAPH_REQUIRE_GPU").is_some_and(|value| value == "1") {
+            if gpu_is_required() {
                 draft.check(&format!("{name}: a device was prepared"), false, reason);
                 continue;
             }
