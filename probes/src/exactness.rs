@@ -56,7 +56,10 @@ pub struct Args {
 #[serde(rename_all = "snake_case")]
 enum Kind {
     Base,
+    /// The same once more.
+    Repeat,
     Graph,
+    /// Another bucket, place, company or phase.
     Bucket,
     Transport,
     Ep,
@@ -66,6 +69,7 @@ impl Kind {
     fn regression(self) -> &'static str {
         match self {
             Kind::Base => "all_token_text_exact",
+            Kind::Repeat => "repeat_variance",
             Kind::Graph => "graph_replay_regression",
             Kind::Bucket => "bucket_variance",
             Kind::Transport => "transport_regression",
@@ -104,15 +108,15 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
     draft = subject.describe(draft);
     let texts = load::texts(&subject.checkpoint).map_err(|e| ProbeError::Usage(e.to_string()))?;
     let context = subject.config.max_model_len;
-    let cases::Asked { sets, cases } = cases::read(&args.cases, args.oracle.as_deref(), &texts.tokenizer, context)?;
+    let cases::Asked { sets, cases, left_out } =
+        cases::read(&args.cases, args.oracle.as_deref(), &texts.tokenizer, context)?;
     draft.detail("case_sets", sets);
+    draft.detail("cases_longer_than_the_context", left_out);
     if let Some(wide) = cases.iter().find(|case| case.prompts.len() > subject.config.max_slots) {
         let (rows, slots) = (wide.prompts.len(), subject.config.max_slots);
         return Err(ProbeError::Usage(format!("case {}: its {rows} rows need more than --max-slots {slots}", wide.id)));
     }
     let run = Run { args, cases: &cases, tokenizer: &texts.tokenizer };
-    let mut legs = Vec::new();
-    let mut judgement = None;
     // On a GPU the base is eager and graphs are a leg; the CPU interprets.
     let cuda = subject.config.device == DeviceKind::Cuda;
     let base =
@@ -124,31 +128,68 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
     draft.contract_hash = prepared.device.facts().contract_hash;
     draft.startup = prepared.startup.clone();
     let mut driver = prepared.into_driver();
-    legs.push(run.leg(&base, &mut driver, "base", Kind::Base, Factor::PLAIN)?);
-    if args.oracle.is_some() {
-        judgement = Some(run.judge(&base, &mut driver, &legs[0])?);
-    }
+    let mut legs = Legs::default();
+    let Some(truth) = legs.take(run.leg(&base, &mut driver, "base", Kind::Base, Factor::PLAIN)) else {
+        draft.check("base", false, legs.failed.join("; "));
+        return Ok(Outcome::Evidence(Box::new(draft.finish())));
+    };
+    let judgement = args.oracle.is_some().then(|| run.judge(&base, &mut driver, &truth)).transpose()?;
+    legs.add(run.leg(&base, &mut driver, "again", Kind::Repeat, Factor::PLAIN));
+    legs.add(run.scored(&mut driver, "scored", Kind::Bucket, &truth));
     let variants = variants(&base);
     for (name, factor) in &variants {
-        legs.push(run.leg(&base, &mut driver, name, Kind::Bucket, *factor)?);
+        legs.add(run.leg(&base, &mut driver, name, Kind::Bucket, *factor));
     }
     drop(driver);
-    if cuda {
-        let graph = run.subject(|settings| settings.cuda_graph = Some("on".into()))?;
-        let mut driver = graph.device().map_err(|e| ProbeError::Failed(e.to_string()))?.into_driver();
-        legs.push(run.leg(&graph, &mut driver, "graph", Kind::Graph, Factor::PLAIN)?);
-        for (name, factor) in &variants {
-            legs.push(run.leg(&graph, &mut driver, &format!("graph, {name}"), Kind::Graph, *factor)?);
+    for (name, subject) in run.switches(cuda)? {
+        let mut driver = match subject.device() {
+            Ok(prepared) => prepared.into_driver(),
+            Err(none) => {
+                legs.failed.push(format!("{name}: {none}"));
+                continue;
+            }
+        };
+        let kind = if cuda { Kind::Graph } else { Kind::Bucket };
+        legs.add(run.leg(&subject, &mut driver, &name, kind, Factor::PLAIN));
+        if name == GRAPH {
+            legs.add(run.leg(&subject, &mut driver, "graph, again", kind, Factor::PLAIN));
+            legs.add(run.scored(&mut driver, "graph, scored", kind, &truth));
+            for (name, factor) in &variants {
+                legs.add(run.leg(&subject, &mut driver, &format!("graph, {name}"), kind, *factor));
+            }
         }
     }
     for (name, kind, subject) in run.rank_subjects(&base)? {
-        let mut driver = subject.device().map_err(|e| ProbeError::Failed(e.to_string()))?.into_driver();
-        legs.push(run.leg(&subject, &mut driver, &name, kind, Factor::PLAIN)?);
+        match subject.device() {
+            Ok(prepared) => legs.add(run.leg(&subject, &mut prepared.into_driver(), &name, kind, Factor::PLAIN)),
+            Err(none) => legs.failed.push(format!("{name}: {none}")),
+        }
     }
-    let pairs: Vec<Pair> = legs[1..].iter().map(|leg| pair(&cases, &legs[0], leg)).collect();
-    record(&mut draft, &legs[0], &cases, &pairs, judgement.as_ref());
-    draft.canary(run.canary(&base, &legs[0])?);
+    let pairs: Vec<Pair> = legs.done.iter().map(|leg| pair(&cases, &truth, leg)).collect();
+    record(&mut draft, &truth, &cases, &pairs, judgement.as_ref());
+    draft.check("every_leg_ran", legs.failed.is_empty(), legs.failed.join("; "));
+    draft.canary(run.canary(&base, &truth)?);
     Ok(Outcome::Evidence(Box::new(draft.finish())))
+}
+
+/// The leg that replays captured graphs.
+const GRAPH: &str = "graph";
+
+/// Legs as they come in; one that fails is named and does not end the others.
+#[derive(Default)]
+struct Legs {
+    done: Vec<Leg>,
+    failed: Vec<String>,
+}
+
+impl Legs {
+    fn take(&mut self, leg: Result<Leg, String>) -> Option<Leg> {
+        leg.map_err(|reason| self.failed.push(reason)).ok()
+    }
+    fn add(&mut self, leg: Result<Leg, String>) {
+        let leg = self.take(leg);
+        self.done.extend(leg);
+    }
 }
 
 /// Buckets, row places and prefill chunks that must change nothing.
@@ -179,6 +220,30 @@ impl Run<'_> {
         let mut settings = self.args.subject.engine.settings();
         change(&mut settings);
         Subject::with(&self.args.subject, &settings)
+    }
+
+    /// Subjects whose modes and rollback switches differ from the base's.
+    fn switches(&self, cuda: bool) -> Result<Vec<(String, Subject)>, ProbeError> {
+        let mut subjects = Vec::new();
+        let mut add = |name: &str, change: &dyn Fn(&mut Settings)| -> Result<(), ProbeError> {
+            subjects.push((name.to_owned(), self.subject(|settings| change(settings))?));
+            Ok(())
+        };
+        if cuda {
+            add(GRAPH, &|settings| settings.cuda_graph = Some("on".into()))?;
+            add("graph, pdl off", &|settings| {
+                settings.cuda_graph = Some("on".into());
+                settings.pdl = Some("off".into());
+            })?;
+            add("eager, pdl off", &|settings| {
+                settings.cuda_graph = Some("off".into());
+                settings.pdl = Some("off".into());
+            })?;
+        }
+        for ahead in [0, 2] {
+            add(&format!("launch-ahead {ahead}"), &|settings| settings.launch_ahead = Some(ahead))?;
+        }
+        Ok(subjects)
     }
 
     /// Subjects with more ranks, over each transport that was asked for.
@@ -215,10 +280,16 @@ impl Run<'_> {
         name: &str,
         kind: Kind,
         factor: Factor,
-    ) -> Result<Leg, ProbeError> {
-        let answers =
-            self.answers(subject, driver, factor).map_err(|e| ProbeError::Failed(format!("leg {name}: {e}")))?;
+    ) -> Result<Leg, String> {
+        let answers = self.answers(subject, driver, factor).map_err(|e| format!("leg {name}: {e}"))?;
         Ok(Leg { name: name.into(), kind, answers })
+    }
+
+    /// The answers of `truth`, scored after their prompts in one pass: the logprob bits must be those of their generation.
+    fn scored(&self, driver: &mut AnyDriver, name: &str, kind: Kind, truth: &Leg) -> Result<Leg, String> {
+        let scored = |(case, answer)| legs::score(driver, case, answer);
+        let answers: Result<Vec<CaseAnswer>, DeviceError> = self.cases.iter().zip(&truth.answers).map(scored).collect();
+        Ok(Leg { name: name.into(), kind, answers: answers.map_err(|e| format!("leg {name}: {e}"))? })
     }
 
     fn answers(
@@ -294,8 +365,8 @@ fn record(draft: &mut Draft, base: &Leg, cases: &[Case], pairs: &[Pair], judgeme
         }
         draft.detail("oracle", judgement);
     }
-    // The most telling difference wins: graphs, then transports, ranks, buckets.
-    for kind in [Kind::Bucket, Kind::Ep, Kind::Transport, Kind::Graph] {
+    // The most telling difference wins: repeats, then graphs, transports, ranks, buckets.
+    for kind in [Kind::Bucket, Kind::Ep, Kind::Transport, Kind::Graph, Kind::Repeat] {
         if pairs.iter().any(|pair| pair.kind == kind && !pair.exact) {
             classification = kind.regression();
         }

@@ -77,6 +77,8 @@ pub struct Oracle {
 pub struct Asked {
     pub sets: Vec<String>,
     pub cases: Vec<Case>,
+    /// Built-in cases that the model's context does not hold.
+    pub left_out: Vec<String>,
 }
 
 /// Cases of the named files (the built-in set if none), then one case for each oracle prompt.
@@ -103,13 +105,19 @@ pub fn read(
     if let Some(file) = oracle {
         cases.extend(read_oracle(file)?);
     }
-    if let Some(long) = cases.iter().find(|c| c.prompts.iter().any(|p| p.len() + c.output_len > context)) {
+    let fits = |case: &Case| case.prompts.iter().all(|prompt| prompt.len() + case.output_len <= context);
+    let mut left_out = Vec::new();
+    if files.is_empty() {
+        left_out = cases.iter().filter(|case| !fits(case)).map(|case| case.id.clone()).collect();
+        cases.retain(fits);
+    }
+    if let Some(long) = cases.iter().find(|case| !fits(case)) {
         return Err(ProbeError::Usage(format!(
             "case {}: it needs more than the {context} tokens of --max-model-len",
             long.id
         )));
     }
-    Ok(Asked { sets, cases })
+    Ok(Asked { sets, cases, left_out })
 }
 
 fn usage(file: &Path, error: &dyn std::fmt::Display) -> ProbeError {

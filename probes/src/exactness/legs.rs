@@ -74,6 +74,9 @@ pub fn first_different(base: &CaseAnswer, other: &CaseAnswer) -> Option<FirstDif
         if let Some(index) = a.logprob_bits.iter().zip(&b.logprob_bits).position(|(a, b)| a != b) {
             return at(index, "logprob_mismatch");
         }
+        if a.logprob_bits.len() != b.logprob_bits.len() {
+            return at(a.logprob_bits.len().min(b.logprob_bits.len()), "length_mismatch");
+        }
         if a.text != b.text { at(0, "text_mismatch") } else { None }
     })
 }
@@ -137,6 +140,18 @@ pub fn run<D: Device>(
     };
     let rows = rows.split_off(factor.neighbours).into_iter().map(answer).collect();
     Ok(CaseAnswer { rows, routes_local: routes.0, routes_remote: routes.1 })
+}
+
+/// Feeds each row's prompt and answer in one pass; the tokens are the answer's own, the logprobs those of the scored rows.
+pub fn score<D: Device>(driver: &mut Driver<D>, case: &Case, answer: &CaseAnswer) -> Result<CaseAnswer, DeviceError> {
+    let mut scored = answer.clone();
+    for (prompt, row) in case.prompts.iter().zip(&mut scored.rows) {
+        let sampling = Arc::new(case.sampling.clone());
+        driver.seat(vec![Seated { prompt: prompt.clone(), sampling, choice: 0 }], prompt.len() + row.ids.len());
+        let records = driver.score(&row.ids)?;
+        row.logprob_bits = records.iter().map(|record| record.logprob.to_bits()).collect();
+    }
+    Ok(scored)
 }
 
 #[cfg(test)]
