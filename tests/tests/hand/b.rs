@@ -179,6 +179,8 @@ fn hand_b3_accounting_returns_to_baseline() {
 #[test]
 fn hand_b4_a_client_that_does_not_read() {
     let mut server = serve(&["--write-timeout", "2s"]);
+    // What a first load touches is not what a stalled client costs.
+    server.complete(json!({"prompt": vec!["x"; 12], "max_tokens": 100, "ignore_eos": true, "logprobs": 5}));
     let before = server.rss_kib();
     // As small a window as the system gives; enough text to fill every buffer in between.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();

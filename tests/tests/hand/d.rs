@@ -29,7 +29,7 @@ fn hand_d1_n_out_of_range_and_failing_streams() {
 fn hand_d1_an_engine_error_ends_the_stream() {
     for stream in [true, false] {
         let mut server =
-            slotgraph_tests::server::launch(crate::BINARY, &["--device", "cpu", "--fault", "engine-error@12"], &[]);
+            slotgraph_tests::server::launch(crate::BINARY, &["--device", "cpu", "--fault", "device-error@12"], &[]);
         server.wait_ready();
         let body = server
             .completion(json!({"prompt": "Once", "max_tokens": 400, "ignore_eos": true, "stream": stream}))
