@@ -29,6 +29,8 @@ pub enum LoadError {
     Template(#[from] crate::template::TemplateError),
     #[error(transparent)]
     Start(#[from] StartError),
+    #[error("--device cuda: {0}")]
+    Cuda(String),
     #[error("{0}")]
     Plan(String),
 }
@@ -43,9 +45,22 @@ impl LoadError {
     }
 }
 
-/// What the machine offers.
-pub fn machine() -> Machine {
-    Machine { gpus: 0, processors: std::thread::available_parallelism().map_or(1, |count| count.get()) }
+/// What the machine offers. CUDA is not looked for when it is not wanted; that it is wanted and not to be had is an error with its reason.
+fn machine(settings: &Settings) -> Result<Machine, LoadError> {
+    let processors = std::thread::available_parallelism().map_or(1, |count| count.get());
+    let lib_dirs: Vec<PathBuf> = settings.lib_dir.iter().cloned().collect();
+    let gpus = match settings.device.as_deref() {
+        Some("cpu") => 0,
+        device => match slotgraph_graphs::cuda::device_count(&lib_dirs) {
+            Ok(count) => count,
+            Err(error) if device == Some("cuda") => return Err(LoadError::Cuda(error.to_string())),
+            Err(error) => {
+                tracing::debug!(%error, "no CUDA device");
+                0
+            }
+        },
+    };
+    Ok(Machine { gpus, processors })
 }
 
 /// Opens the checkpoint and resolves the configuration against it.
@@ -59,8 +74,9 @@ pub fn open(
         Some(path) => Checkpoint::load(Folder::Disk(path.clone()), format),
         None => Checkpoint::load(Folder::Embedded { name: crate::demo::NAME, files: crate::demo::FILES }, format),
     })?;
+    let machine = machine(settings)?;
     let config =
-        phases.time(Phase::Config, || Config::resolve(settings, &checkpoint.spec, &checkpoint.name, machine()))?;
+        phases.time(Phase::Config, || Config::resolve(settings, &checkpoint.spec, &checkpoint.name, machine))?;
     Ok((checkpoint, config))
 }
 
