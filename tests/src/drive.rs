@@ -18,6 +18,10 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct Ask {
     pub prompt: Vec<u32>,
+    /// Tokens that it generated before it lost its seat; prefilled after the prompt.
+    pub generated: Vec<u32>,
+    /// Report the logprob of every prefilled token but the first.
+    pub score: bool,
     pub sampling: SamplingSpec,
     /// The turn of the loop from which it may be seated.
     pub after: usize,
@@ -27,7 +31,21 @@ impl Ask {
     /// Greedy with logprobs and five alternatives, EOS not honoured.
     pub fn greedy(prompt: &[u32], tokens: usize) -> Ask {
         let sampling = SamplingSpec { ignore_eos: true, logprobs: Some(5), ..SamplingSpec::greedy(tokens as u32) };
-        Ask { prompt: prompt.to_vec(), sampling, after: 0 }
+        Ask { prompt: prompt.to_vec(), generated: Vec::new(), score: false, sampling, after: 0 }
+    }
+
+    /// Token `at` of what is prefilled.
+    fn token(&self, at: usize) -> Option<u32> {
+        self.prompt.iter().chain(&self.generated).nth(at).copied()
+    }
+
+    fn prefilled(&self) -> usize {
+        self.prompt.len() + self.generated.len()
+    }
+
+    /// Tokens still to draw.
+    fn draws(&self) -> u32 {
+        self.sampling.max_tokens - self.generated.len() as u32
     }
 }
 
@@ -57,7 +75,7 @@ pub fn limits(slots_max: usize, launch_ahead: usize) -> StepLimits {
 struct Seat {
     ask: usize,
     generation: Generation,
-    /// Prompt tokens enqueued.
+    /// Prefill rows enqueued.
     fed: usize,
     /// Rows enqueued that draw a token.
     draws: u32,
@@ -194,7 +212,7 @@ fn seat(
         input.pages.push(PageUpdate { slot: id, index: index as u32, page });
     }
     let sampling = Arc::new(ask.sampling.clone());
-    input.new_slots.push(NewSlot { slot: id, generation, sampling, choice: 0, generated: 0 });
+    input.new_slots.push(NewSlot { slot: id, generation, sampling, choice: 0, generated: ask.generated.len() as u32 });
     Seat { ask: index, generation, fed: 0, draws: 0, ended: false }
 }
 
@@ -205,7 +223,7 @@ fn fill(input: &mut StepInput, seats: &mut [Option<Seat>], asks: &[Ask], chunk: 
         seats.iter_mut().enumerate().filter_map(|(slot, seat)| seat.as_mut().map(|seat| (slot, seat))).collect();
     for (slot, seat) in seated.iter_mut().filter(live) {
         let ask = &asks[seat.ask];
-        if seat.fed == ask.prompt.len() && seat.draws < ask.sampling.max_tokens {
+        if seat.fed == ask.prefilled() && seat.draws < ask.draws() {
             seat.draws += 1;
             input.features |= features(&ask.sampling);
             input.rows.push(RowInput {
@@ -219,17 +237,27 @@ fn fill(input: &mut StepInput, seats: &mut [Option<Seat>], asks: &[Ask], chunk: 
     let decoding = input.rows.len();
     for (slot, seat) in seated.iter_mut().filter(live) {
         let ask = &asks[seat.ask];
-        while seat.fed < ask.prompt.len() && input.rows.len() - decoding < chunk {
-            let last = seat.fed + 1 == ask.prompt.len();
-            if last {
+        while input.rows.len() - decoding < chunk
+            && let Some(token) = ask.token(seat.fed)
+        {
+            let want = match ask.token(seat.fed + 1) {
+                None => RowWant::Sample,
+                Some(next) if ask.score => RowWant::Score(next),
+                Some(_) => RowWant::Nothing,
+            };
+            if want == RowWant::Sample {
                 seat.draws += 1;
-                input.features |= features(&ask.sampling);
             }
+            if want != RowWant::Nothing {
+                let scores = if ask.score { feature::SCORE } else { 0 };
+                input.features |= features(&ask.sampling) | scores;
+            }
+            let generated = seat.fed >= ask.prompt.len();
             input.rows.push(RowInput {
                 slot: SlotId(*slot as u32),
                 generation: seat.generation,
-                feed: RowFeed::Given { token: ask.prompt[seat.fed], position: seat.fed as u32, generated: false },
-                want: if last { RowWant::Sample } else { RowWant::Nothing },
+                feed: RowFeed::Given { token, position: seat.fed as u32, generated },
+                want,
             });
             seat.fed += 1;
         }

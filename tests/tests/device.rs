@@ -7,7 +7,7 @@ use slotgraph_graphs::exchange::MemoryExchange;
 use slotgraph_graphs::plan::RankShape;
 use slotgraph_graphs::step::StepLimits;
 use slotgraph_kernels::{Op, Precision};
-use slotgraph_tests::cpu::{DEFAULT, Model, alone, asks, demo, reference, said};
+use slotgraph_tests::cpu::{DEFAULT, Model, alone, asks, bits, demo, reference, said};
 use slotgraph_tests::drive::{self, Ask, Drive, Packing};
 use slotgraph_tests::{MODELS, oracle};
 use std::sync::{Arc, Mutex};
@@ -62,6 +62,77 @@ fn a_rows_bits_ignore_bucket_company_chunk_and_launch_ahead() {
         let said = said(&mut device, &limits, Packing { chunk, bucket_min }, &asks);
         let what = format!("{slots} slots, launch-ahead {launch_ahead}, chunk {chunk}, bucket at least {bucket_min}");
         assert_eq!(said, reference(), "{what}");
+    }
+}
+
+#[test]
+fn company_changes_no_bit_of_any_model() {
+    for (name, file) in MODELS {
+        let model = Model::open(name);
+        let cases = oracle::cases(file).into_iter().filter(|case| case.prompt_ids.len() <= 100);
+        let mut asks: Vec<Ask> = cases.map(|case| Ask::greedy(&case.prompt_ids, 8)).collect();
+        let (alone, together) = (drive::limits(1, 0), drive::limits(5, 2));
+        let expected = said(&mut model.device(&alone, |_| {}), &alone, DEFAULT, &asks);
+        asks.iter_mut().enumerate().for_each(|(index, ask)| ask.after = index * 2 % 5);
+        let packing = Packing { chunk: 11, bucket_min: 4 };
+        assert_eq!(said(&mut model.device(&together, |_| {}), &together, packing, &asks), expected, "{name}");
+    }
+}
+
+/// Seeded, penalised, biased and cut down: everything that a slot remembers matters.
+fn elaborate(prompt: &[u32], seed: u64) -> Ask {
+    let mut ask = Ask::greedy(prompt, 12);
+    ask.sampling.temperature = 0.9;
+    ask.sampling.top_p = 0.95;
+    ask.sampling.top_k = 200;
+    ask.sampling.seed = seed;
+    ask.sampling.presence_penalty = 0.7;
+    ask.sampling.frequency_penalty = 0.4;
+    ask.sampling.repetition_penalty = 1.2;
+    ask.sampling.logit_bias = vec![(17, -1.5), (201, 2.0)];
+    ask.sampling.min_tokens = 4;
+    ask
+}
+
+#[test]
+fn a_request_that_lost_its_seat_goes_on_with_the_same_bits() {
+    let limits = drive::limits(3, 1);
+    let asks: Vec<Ask> = (0..6).zip(asks(1)).map(|(seed, ask)| elaborate(&ask.prompt, seed)).collect();
+    let whole = Drive::new(&limits).run(&mut demo().device(&limits, |_| {}), DEFAULT, &asks);
+    for kept in [1, 5, 11] {
+        let resumed = asks.iter().zip(&whole).map(|(ask, records)| Ask {
+            generated: records[..kept].iter().map(|record| record.token).collect(),
+            ..ask.clone()
+        });
+        let resumed: Vec<Ask> = resumed.collect();
+        let packing = Packing { chunk: 5, bucket_min: 1 };
+        let rest = Drive::new(&limits).run(&mut demo().device(&limits, |_| {}), packing, &resumed);
+        let expected: Vec<_> = whole.iter().map(|records| records[kept..].to_vec()).collect();
+        assert_eq!(bits(&rest), bits(&expected), "after {kept} tokens");
+    }
+}
+
+#[test]
+fn scoring_a_finished_text_gives_the_bits_of_its_generation() {
+    let limits = drive::limits(3, 1);
+    let asks: Vec<Ask> = (0..6).zip(asks(1)).map(|(seed, ask)| elaborate(&ask.prompt, seed)).collect();
+    let whole = Drive::new(&limits).run(&mut demo().device(&limits, |_| {}), DEFAULT, &asks);
+    let scored: Vec<Ask> = asks
+        .iter()
+        .zip(&whole)
+        .map(|(ask, records)| {
+            let tokens = records.iter().map(|record| record.token);
+            let text: Vec<u32> = ask.prompt.iter().copied().chain(tokens).collect();
+            Ask { score: true, ..Ask::greedy(&text, 1) }
+        })
+        .collect();
+    let packing = Packing { chunk: 40, bucket_min: 1 };
+    let scores = Drive::new(&limits).run(&mut demo().device(&limits, |_| {}), packing, &scored);
+    for ((ask, generated), scores) in asks.iter().zip(&whole).zip(&scores) {
+        let last = ask.prompt.len() - 1;
+        assert!(scores[..last + 12].iter().all(|record| record.scored && record.ended.is_none()));
+        let tail = scores[last..last + 12].to_vec();
+        assert_eq!(bits(&[tail]), bits(std::slice::from_ref(generated)));
     }
 }
 
