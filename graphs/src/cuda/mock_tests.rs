@@ -15,7 +15,7 @@ use slotgraph_kernels::{Op, WeightSpec, pack};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -68,19 +68,26 @@ fn with_mock(name: &str, ranks: usize, extra: &str, body: impl FnOnce()) {
     if std::env::var_os(FOLDER).is_some() {
         return body();
     }
-    let folder = tempfile::TempDir::new().unwrap();
-    let test = std::env::current_exe().unwrap();
-    let library = test.parent().unwrap().join("libmockcuda.so");
-    for file in ["libcuda.so.1", "libnvrtc.so.13"] {
-        std::fs::copy(&library, folder.path().join(file)).unwrap();
-    }
-    std::fs::write(folder.path().join("mockcuda.conf"), configuration(RankShape { rank: 0, ranks }) + extra).unwrap();
-    run_child(&test, name, folder.path());
+    let folder = mock_folder(ranks, extra);
+    run_child(name, Command::new(std::env::current_exe().unwrap()).env(FOLDER, folder.path()));
 }
 
-fn run_child(test: &Path, name: &str, folder: &Path) {
-    let name = format!("cuda::mock_tests::{name}");
-    let child = Command::new(test).args(["--exact", &name, "--nocapture"]).env(FOLDER, folder).output().unwrap();
+fn mock_folder(ranks: usize, extra: &str) -> tempfile::TempDir {
+    let folder = tempfile::TempDir::new().unwrap();
+    for file in ["libcuda.so.1", "libnvrtc.so.13"] {
+        std::fs::copy(built("libmockcuda.so"), folder.path().join(file)).unwrap();
+    }
+    std::fs::write(folder.path().join("mockcuda.conf"), configuration(RankShape { rank: 0, ranks }) + extra).unwrap();
+    folder
+}
+
+/// A library that cargo built beside this test.
+fn built(name: &str) -> PathBuf {
+    std::env::current_exe().unwrap().with_file_name(name)
+}
+
+fn run_child(name: &str, command: &mut Command) {
+    let child = command.args(["--exact", &format!("cuda::mock_tests::{name}"), "--nocapture"]).output().unwrap();
     let text = String::from_utf8_lossy(&child.stdout).into_owned() + &String::from_utf8_lossy(&child.stderr);
     assert!(child.status.success() && text.contains("1 passed"), "{text}");
 }
@@ -429,4 +436,33 @@ fn a_step_that_publishes_nothing_fails_the_warm_up() {
         let error = prepare_error(options());
         assert!(error.contains("did not publish step 1"), "{error}");
     });
+}
+
+#[test]
+fn a_profiler_sees_the_phases_and_the_steps() {
+    if std::env::var_os(FOLDER).is_some() {
+        for graph in [true, false] {
+            let mut device = CudaDevice::prepare(CudaOptions { graph, ..options() }).unwrap();
+            let mut output = StepOutput::default();
+            for number in 1..=2 {
+                device.enqueue(&step(number, 4)).unwrap();
+                assert!(device.wait(&mut output).unwrap());
+            }
+        }
+        return;
+    }
+    let folder = mock_folder(1, "");
+    let report = folder.path().join("ranges");
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.env(FOLDER, folder.path()).env("NVTXINJ_OUT", &report).env("NVTX_INJECTION64_PATH", built("libnvtxinj.so"));
+    run_child("a_profiler_sees_the_phases_and_the_steps", &mut child);
+    let report = std::fs::read_to_string(report).unwrap();
+    let mut lines = report.lines();
+    let counts = lines.next().unwrap();
+    assert!(counts.ends_with("other 0 unbalanced 0"), "{counts}");
+    let ranges: Vec<&str> = lines.collect();
+    for range in ["2 slotgraph:prepare", "1 slotgraph:capture/b1", "1 slotgraph:capture/b16", "2 slotgraph:replay/b4"] {
+        assert!(ranges.contains(&range), "{range} is not in {report}");
+    }
+    assert!(ranges.contains(&"2 slotgraph:fetch"), "ops have ranges in eager steps, and only there: {report}");
 }

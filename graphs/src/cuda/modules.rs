@@ -15,9 +15,6 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Dynamic shared memory that a function may use without opting in.
-const SHARED_FREE: u32 = 48 * 1024;
-
 /// What compiling and loading took.
 #[derive(Clone, Debug, Default, serde::Serialize)]
 pub struct ModulesReport {
@@ -115,10 +112,11 @@ impl Modules {
         Ok(())
     }
 
-    /// Lets the function of `launch` use the dynamic shared memory that it asks for.
+    /// Lets the function of `launch` use the dynamic shared memory that it asks for. Asking is needed when static and dynamic
+    /// together exceed 48 KiB, and harmless below.
     fn allow_shared(&mut self, launch: &Launch) -> Result<(), CudaError> {
         let function = self.functions.get_mut(&launch.kernel).expect("loaded just before");
-        if launch.shared_bytes <= SHARED_FREE.max(function.shared_bytes) {
+        if launch.shared_bytes <= function.shared_bytes {
             return Ok(());
         }
         let bytes = i32::try_from(launch.shared_bytes).expect("a block has less than 2 GiB of shared memory");
