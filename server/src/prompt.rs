@@ -4,7 +4,8 @@
 //! be generated from it.
 
 use crate::error::ApiError;
-use crate::request::{Endpoint, Input, Limits, MaxTokens, PromptInput, ValidRequest};
+use crate::input::{Input, PromptInput};
+use crate::request::{Endpoint, Limits, MaxTokens, ValidRequest};
 use crate::template::Template;
 use crate::tokenizer::Tokenizer;
 use std::sync::Arc;

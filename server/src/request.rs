@@ -4,13 +4,13 @@
 //! what depends on the number of prompt tokens is checked by `prompt`.
 
 use crate::api::{self, ApiRequest};
-use crate::error::{ApiError, shown};
-use crate::json::{self, Kind};
+use crate::error::ApiError;
+use crate::input::{Input, prompts};
+use crate::json;
 use crate::messages::{self, Message};
+use crate::sampling::{sampling, stop};
 use slotgraph_graphs::spec::SamplingSpec;
-use slotgraph_kernels::contract::{LOGIT_BIAS_MAX, STOP_IDS_MAX};
 use slotgraph_runtime::checkpoint::GenerationDefaults;
-use std::collections::BTreeMap;
 
 /// What requests are checked against; fixed at start.
 #[derive(Clone, Debug)]
@@ -30,20 +30,6 @@ pub struct Limits {
 pub enum Endpoint {
     Completion,
     Chat,
-}
-
-/// What to continue.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Input {
-    Prompts(Vec<PromptInput>),
-    Chat(Chat),
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub enum PromptInput {
-    Text(String),
-    /// Used as given: nothing is added or removed.
-    Ids(Vec<u32>),
 }
 
 /// A conversation and how to render it.
@@ -95,8 +81,6 @@ pub struct ValidRequest {
 
 /// Choices of one prompt.
 const N_MAX: i64 = 128;
-/// Stop strings.
-const STOP_MAX: usize = 4;
 /// Bytes of `chat_template_kwargs`.
 const KWARGS_BYTES: usize = 64 << 10;
 /// OpenAI's default of `/v1/completions`.
@@ -183,79 +167,6 @@ pub fn model(request: &ApiRequest<'_>, limits: &Limits) -> Result<String, ApiErr
     }
 }
 
-/// `prompt`: a string, several, token ids, or several lists of them.
-pub fn prompts(request: &ApiRequest<'_>, limits: &Limits) -> Result<Vec<PromptInput>, ApiError> {
-    let path = request.path("prompt");
-    let Some(raw) = request.raw("prompt") else { return Err(ApiError::missing(&path)) };
-    match Kind::of(raw) {
-        Kind::String => return Ok(vec![PromptInput::Text(api::text(raw, &path)?)]),
-        Kind::Array => {}
-        _ => return Err(request.wrong_type("prompt", "a string, token ids, or an array of either", raw)),
-    }
-    let Some(first) = json::elements(raw).next() else { return Err(empty(&path)) };
-    if Kind::of(first) == Kind::Number {
-        return Ok(vec![PromptInput::Ids(ids(raw, &path, limits)?)]);
-    }
-    let mut prompts = Vec::new();
-    for (index, element) in json::elements(raw).enumerate() {
-        if index == limits.choices_max {
-            let message = format!("'{path}' has more than {} prompts, the limit of this server", limits.choices_max);
-            return Err(ApiError::field(path, Some("array_above_max_length"), message));
-        }
-        prompts.push(match (Kind::of(first), Kind::of(element)) {
-            (Kind::String, Kind::String) => PromptInput::Text(api::text(element, &path)?),
-            (Kind::Array, Kind::Array) => PromptInput::Ids(ids(element, &path, limits)?),
-            (_, kind) => {
-                return Err(ApiError::wrong_type(&path, "a string, token ids, or an array of either", kind.name()));
-            }
-        });
-    }
-    Ok(prompts)
-}
-
-/// A required flat list of token ids.
-pub fn token_list(request: &ApiRequest<'_>, name: &str, limits: &Limits) -> Result<Vec<u32>, ApiError> {
-    let path = request.path(name);
-    match request.array(name)? {
-        Some(raw) if json::elements(raw).next().is_some() => ids(raw, &path, limits),
-        Some(_) => Ok(Vec::new()),
-        None => Err(ApiError::missing(&path)),
-    }
-}
-
-fn empty(path: &str) -> ApiError {
-    ApiError::field(path, None, format!("'{path}' must not be empty"))
-}
-
-/// A flat array of token ids, each a row of the embedding table.
-fn ids(array: &str, path: &str, limits: &Limits) -> Result<Vec<u32>, ApiError> {
-    let mut ids = Vec::new();
-    let mut count = 0usize;
-    for raw in json::elements(array) {
-        if Kind::of(raw) != Kind::Number {
-            return Err(ApiError::wrong_type(path, "integers throughout", Kind::of(raw).name()));
-        }
-        let id = api::integer(raw, path, 0..=i64::from(limits.vocab) - 1).map_err(|mut error| {
-            if error.code != Some("invalid_type") {
-                error.message = format!("'{path}' holds {}; token ids lie in 0…{}", shown(raw), limits.vocab - 1);
-            }
-            error
-        })?;
-        count += 1;
-        if count <= limits.context as usize {
-            ids.push(id as u32);
-        }
-    }
-    match count {
-        0 => Err(empty(path)),
-        _ if count > ids.len() => {
-            let message = format!("'{path}' has {count} tokens; this model's context is {} tokens", limits.context);
-            Err(ApiError::too_long(path, message))
-        }
-        _ => Ok(ids),
-    }
-}
-
 fn check_choices(prompts: usize, n: u32, limits: &Limits) -> Result<(), ApiError> {
     let choices = prompts * n as usize;
     if choices <= limits.choices_max {
@@ -330,114 +241,6 @@ fn streaming(request: &ApiRequest<'_>) -> Result<Option<Streaming>, ApiError> {
     Ok(Some(Streaming { include_usage: options.boolean("include_usage")?.unwrap_or(false) }))
 }
 
-fn sampling(
-    request: &ApiRequest<'_>,
-    limits: &Limits,
-    max_tokens: MaxTokens,
-    seed: Option<i64>,
-) -> Result<SamplingSpec, ApiError> {
-    let defaults = &limits.defaults;
-    let warm = if defaults.do_sample == Some(false) { 0.0 } else { defaults.temperature.unwrap_or(1.0) };
-    let temperature = request.number("temperature", 0.0..=2.0)?.map_or(warm, |value| value as f32);
-    let top_p = request.number("top_p", 0.0..=1.0)?.map_or(defaults.top_p.unwrap_or(1.0), |value| value as f32);
-    let top_k = match request.integer("top_k", -1..=i64::MAX)? {
-        None => defaults.top_k.unwrap_or(0),
-        Some(..=0) => 0,
-        Some(k) => u32::try_from(k).unwrap_or(u32::MAX),
-    };
-    let min_p = request.number("min_p", 0.0..=1.0)?.map_or(defaults.min_p.unwrap_or(0.0), |value| value as f32);
-    let repetition = request.number("repetition_penalty", f64::from(f32::MIN_POSITIVE)..=1e6)?;
-    let most = match max_tokens {
-        MaxTokens::Asked { tokens, .. } => tokens,
-        MaxTokens::Default(tokens) => u64::from(tokens),
-    };
-    let most = i64::from(u32::try_from(most).unwrap_or(u32::MAX));
-    Ok(SamplingSpec {
-        // top_p 0 keeps the best token alone, which is greedy.
-        temperature: if top_p == 0.0 { 0.0 } else { temperature },
-        top_p: if top_p == 0.0 { 1.0 } else { top_p },
-        min_p,
-        top_k: if top_k >= limits.vocab { 0 } else { top_k },
-        presence_penalty: request.number("presence_penalty", -2.0..=2.0)?.unwrap_or(0.0) as f32,
-        frequency_penalty: request.number("frequency_penalty", -2.0..=2.0)?.unwrap_or(0.0) as f32,
-        repetition_penalty: repetition.map_or(defaults.repetition_penalty.unwrap_or(1.0), |value| value as f32),
-        seed: seed.map_or(0, |seed| seed as u64),
-        logit_bias: logit_bias(request, limits)?,
-        stop_ids: stop_ids(request, limits)?,
-        ignore_eos: request.boolean("ignore_eos")?.unwrap_or(false),
-        min_tokens: request.integer("min_tokens", 0..=most)?.unwrap_or(0) as u32,
-        max_tokens: 0,
-        logprobs: None,
-    })
-}
-
-fn logit_bias(request: &ApiRequest<'_>, limits: &Limits) -> Result<Vec<(u32, f32)>, ApiError> {
-    let Some(raw) = request.object_field("logit_bias")? else { return Ok(Vec::new()) };
-    let refuse = |message: String| ApiError::field("logit_bias", None, message);
-    let mut bias = BTreeMap::new();
-    for (key, value) in json::members(raw) {
-        let id = key.parse::<u32>().ok().filter(|id| *id < limits.vocab && key.bytes().all(|b| b.is_ascii_digit()));
-        let Some(id) = id else {
-            let last = limits.vocab - 1;
-            return Err(refuse(format!("'logit_bias' has the key '{}'; keys are token ids 0…{last}", shown(&key))));
-        };
-        if Kind::of(value) != Kind::Number {
-            return Err(refuse(format!("'logit_bias.{id}' must be a number, not {}", Kind::of(value).name())));
-        }
-        let value = api::number(value, "logit_bias", -100.0..=100.0)?;
-        bias.insert(id, value as f32);
-        if bias.len() > LOGIT_BIAS_MAX {
-            return Err(refuse(format!("'logit_bias' has more than {LOGIT_BIAS_MAX} entries")));
-        }
-    }
-    Ok(bias.into_iter().collect())
-}
-
-fn stop_ids(request: &ApiRequest<'_>, limits: &Limits) -> Result<Vec<u32>, ApiError> {
-    let Some(raw) = request.array("stop_token_ids")? else { return Ok(Vec::new()) };
-    let mut ids = Vec::new();
-    for element in json::elements(raw) {
-        if Kind::of(element) != Kind::Number {
-            return Err(ApiError::wrong_type("stop_token_ids", "an array of integers", Kind::of(element).name()));
-        }
-        let id = api::integer(element, "stop_token_ids", 0..=i64::from(limits.vocab) - 1)? as u32;
-        if !ids.contains(&id) {
-            ids.push(id);
-        }
-        if ids.len() > STOP_IDS_MAX {
-            let message = format!("'stop_token_ids' has more than {STOP_IDS_MAX} ids");
-            return Err(ApiError::field("stop_token_ids", Some("array_above_max_length"), message));
-        }
-    }
-    Ok(ids)
-}
-
-fn stop(request: &ApiRequest<'_>) -> Result<Vec<String>, ApiError> {
-    let Some(raw) = request.raw("stop") else { return Ok(Vec::new()) };
-    let one = [raw];
-    let raws: Vec<&str> = match Kind::of(raw) {
-        Kind::String => one.to_vec(),
-        Kind::Array => json::elements(raw).take(STOP_MAX + 1).collect(),
-        _ => return Err(request.wrong_type("stop", "a string or an array of strings", raw)),
-    };
-    if raws.len() > STOP_MAX {
-        let message = format!("'stop' has more than {STOP_MAX} strings");
-        return Err(ApiError::field("stop", Some("array_above_max_length"), message));
-    }
-    let mut stops = Vec::new();
-    for raw in raws {
-        if Kind::of(raw) != Kind::String {
-            return Err(ApiError::wrong_type("stop", "a string or an array of strings", Kind::of(raw).name()));
-        }
-        let text = api::text(raw, "stop")?;
-        if text.is_empty() {
-            return Err(ApiError::field("stop", None, "'stop' must not hold an empty string"));
-        }
-        stops.push(text);
-    }
-    Ok(stops)
-}
-
 /// Tools are refused; an empty list and the choices that use none are not.
 fn refuse_tools(request: &ApiRequest<'_>) -> Result<(), ApiError> {
     if request.array("tools")?.is_some_and(|tools| json::elements(tools).next().is_some()) {
@@ -467,6 +270,7 @@ fn refuse_unless(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::input::PromptInput;
 
     fn limits() -> Limits {
         Limits {

@@ -12,7 +12,8 @@ use crate::error::{ApiError, INVALID};
 use crate::live::Cancelled;
 use crate::metrics::Outcome;
 use crate::prompt::{Prompted, Reader};
-use crate::request::{self, Endpoint, PromptInput, ValidRequest};
+use crate::input::{self, PromptInput};
+use crate::request::{self, Endpoint, ValidRequest};
 use crate::respond::{Head, Whole};
 use crate::router::{Route, method_name};
 use crate::sse::Events;
@@ -280,7 +281,7 @@ fn tokenize(service: &Service, body: &[u8]) -> Result<String, ApiError> {
     let add_special = fields.boolean("add_special_tokens")?.unwrap_or(!chat);
     let ids = match chat {
         true => reader.encode(&reader.render(&request::conversation(&fields, limits)?)?, add_special, "messages")?,
-        false => match request::prompts(&fields, limits)?.as_slice() {
+        false => match input::prompts(&fields, limits)?.as_slice() {
             [PromptInput::Text(text)] => reader.encode(text, add_special, "prompt")?,
             _ => return Err(ApiError::wrong_type("prompt", "a string", "an array")),
         },
@@ -297,7 +298,7 @@ fn detokenize(service: &Service, body: &[u8]) -> Result<String, ApiError> {
     if fields.raw("model").is_some() {
         request::model(&fields, &service.limits)?;
     }
-    let ids = request::token_list(&fields, "tokens", &service.limits)?;
+    let ids = input::token_list(&fields, "tokens", &service.limits)?;
     Ok(json!({"prompt": service.tokenizer.decode(&ids, false)}).to_string())
 }
 

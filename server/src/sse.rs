@@ -135,6 +135,110 @@ fn write_event(out: &mut BytesMut, json: &str) {
 mod tests {
     use super::*;
 
+    use crate::answer;
+    use crate::api::{self, ApiRequest};
+    use crate::live::Registry;
+    use crate::metrics::{Metrics, Outcome};
+    use crate::prompt::Reader;
+    use crate::request::{self, Limits};
+    use crate::tokenizer::Tokenizer;
+    use slotgraph_runtime::request::{Event, Finish, FinishReason, Token};
+    use slotgraph_runtime::sink::TokenSink;
+    use std::sync::Arc;
+
+    /// A stream of `n` chat choices, the engine's ends of them, and where outcomes are counted.
+    fn stream(n: u32) -> (Events, Vec<TokenSink>, Arc<Metrics>) {
+        let tokenizer = include_bytes!("../../tests/models/shakespeare-dsv2/tokenizer.json");
+        let tokenizer = Arc::new(Tokenizer::parse(tokenizer).unwrap());
+        let limits = Limits {
+            served: vec!["m".into()],
+            vocab: 2048,
+            context: 200,
+            choices_max: 64,
+            defaults: Default::default(),
+        };
+        let body = format!(r#"{{"model":"m","prompt":"x","n":{n}}}"#);
+        let fields = ApiRequest::parse(body.as_bytes(), &[api::COMPLETION, api::SAMPLING]).unwrap();
+        let valid = request::completion(&fields, &limits).unwrap();
+        let prompted = Reader { tokenizer: &tokenizer, template: None, limits: &limits }.read(valid).unwrap();
+        let (group, answer) = answer::open(prompted, tokenizer.clone(), Arc::default(), "r".into(), None);
+        let metrics = Arc::new(Metrics::new("m", &[1]));
+        let registry = Arc::new(Registry::default());
+        let live = registry.begin("r".into(), answer.aborts(), metrics.clone(), Arc::default());
+        let head = Head {
+            endpoint: Endpoint::Chat,
+            id: "chatcmpl-r".into(),
+            created: 1,
+            model: "m".into(),
+            fingerprint: "fp_".into(),
+            tokenizer,
+            logprobs: None,
+            token_ids: false,
+            tokens_as_ids: false,
+            include_usage: true,
+        };
+        let sinks = group.choices.into_iter().map(|choice| choice.sink).collect();
+        (Events::new(head, answer, live), sinks, metrics)
+    }
+    fn token(id: u32) -> Event {
+        Event::Token(Token { id, logprob: 0.0, rank: 1, top: vec![] })
+    }
+    /// What can be read now, an entry a frame.
+    fn read(events: &mut Events) -> Vec<String> {
+        let mut cx = Context::from_waker(std::task::Waker::noop());
+        let mut frames = Vec::new();
+        while let Poll::Ready(Some(bytes)) = events.poll_bytes(&mut cx) {
+            frames.push(String::from_utf8(bytes.to_vec()).unwrap());
+        }
+        frames
+    }
+
+    #[tokio::test]
+    async fn a_stream_ends_with_usage_and_done() {
+        let (mut events, mut sinks, metrics) = stream(2);
+        assert_eq!(read(&mut events)[0].matches("\"role\":\"assistant\"").count(), 2);
+        for sink in sinks.drain(..) {
+            sink.send(token(42));
+            sink.finish(Event::Finished(Finish {
+                reason: FinishReason::Length,
+                prompt_tokens: 2,
+                completion_tokens: 1,
+                cached_tokens: 0,
+            }));
+        }
+        let text = read(&mut events).concat();
+        assert_eq!(text.matches("\"finish_reason\":\"length\"").count(), 2);
+        assert!(text.contains("\"choices\":[],\"usage\":{\"prompt_tokens\":2,\"completion_tokens\":2"), "{text}");
+        assert!(text.ends_with("data: [DONE]\n\n") && text.matches("[DONE]").count() == 1);
+        assert!(events.is_over());
+        assert_eq!(metrics.counted(Outcome::Length), 1);
+    }
+
+    #[tokio::test]
+    async fn a_failure_is_one_event_and_the_end() {
+        let (mut events, mut sinks, metrics) = stream(1);
+        read(&mut events);
+        for id in [42, 43, 44] {
+            sinks[0].send(token(id));
+        }
+        drop(sinks.remove(0));
+        let text = read(&mut events).concat();
+        let last = text.trim_end().rsplit("data: ").next().unwrap();
+        let value: serde_json::Value = serde_json::from_str(last).unwrap();
+        assert_eq!(value["error"]["type"], "server_error");
+        assert!(!text.contains("\"finish_reason\":\"") && !text.contains("[DONE]"));
+        assert!(events.is_over());
+        assert_eq!(metrics.counted(Outcome::Error), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_quiet_stream_says_that_it_lives() {
+        let (mut events, _sinks, _) = stream(1);
+        read(&mut events);
+        let next = std::future::poll_fn(|cx| events.poll_bytes(cx)).await.unwrap();
+        assert_eq!(&next[..], b": keep-alive\n\n");
+    }
+
     #[test]
     fn line_separators_are_escaped() {
         let mut out = BytesMut::new();

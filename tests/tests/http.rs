@@ -161,7 +161,10 @@ fn extensions_do_what_they_say() {
     assert!(named["logprobs"]["tokens"][0].as_str().unwrap().starts_with("token_id:"));
     let stopped = with(json!({"stop_token_ids": [ids["token_ids"][3]], "return_token_ids": true}));
     let first = ids["token_ids"].as_array().unwrap().iter().position(|id| *id == ids["token_ids"][3]).unwrap();
-    assert_eq!((stopped["token_ids"].as_array().unwrap().len(), &stopped["finish_reason"]), (first + 1, &json!("stop")));
+    assert_eq!(
+        (stopped["token_ids"].as_array().unwrap().len(), &stopped["finish_reason"]),
+        (first + 1, &json!("stop"))
+    );
     // Scoring a finished text gives the logprob bits of its generation.
     let generated = with(json!({"logprobs": 5, "return_token_ids": true}));
     let mut all = generated["prompt_token_ids"].as_array().unwrap().clone();
@@ -315,7 +318,8 @@ fn generate_prints_one_json_line() {
 
 #[test]
 fn the_configuration_is_printed() {
-    let arguments = ["serve", "--device", "cpu", "--print-config", "--max-num-seqs", "3", "--served-model-name", "a", "b"];
+    let arguments =
+        ["serve", "--device", "cpu", "--print-config", "--max-num-seqs", "3", "--served-model-name", "a", "b"];
     let output = Command::new(BINARY).args(arguments).output().unwrap();
     assert!(output.status.success());
     let printed: Value = serde_json::from_slice(&output.stdout).unwrap();
