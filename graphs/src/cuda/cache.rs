@@ -184,14 +184,14 @@ mod tests {
                 variables.iter().map(|(name, value)| ((*name).into(), OsString::from(value))).collect();
             folder_of_user(|name| variables.iter().find(|(n, _)| n == name).map(|(_, value)| value.clone()))
         };
-        assert_eq!(with(&[("HOME", "/home/a")]), Some("/home/a/.cache/slotgraph".into()));
-        assert_eq!(with(&[("HOME", "/home/a"), ("XDG_CACHE_HOME", "/c")]), Some("/c/slotgraph".into()));
+        assert_eq!(with(&[("HOME", "/base/a")]), Some("/base/a/.cache/slotgraph".into()));
+        assert_eq!(with(&[("HOME", "/base/a"), ("XDG_CACHE_HOME", "/c")]), Some("/c/slotgraph".into()));
         assert_eq!(
-            with(&[("HOME", "/home/a"), ("XDG_CACHE_HOME", "relative")]),
-            Some("/home/a/.cache/slotgraph".into())
+            with(&[("HOME", "/base/a"), ("XDG_CACHE_HOME", "relative")]),
+            Some("/base/a/.cache/slotgraph".into())
         );
-        assert_eq!(with(&[("HOME", "/home/a"), ("SLOTGRAPH_CACHE_DIR", "/own")]), Some("/own".into()));
-        assert_eq!(with(&[("HOME", "/home/a"), ("SLOTGRAPH_CACHE_DIR", "")]), None);
+        assert_eq!(with(&[("HOME", "/base/a"), ("SLOTGRAPH_CACHE_DIR", "/own")]), Some("/own".into()));
+        assert_eq!(with(&[("HOME", "/base/a"), ("SLOTGRAPH_CACHE_DIR", "")]), None);
         assert_eq!(with(&[]), None);
     }
 }

@@ -1,3 +1,5 @@
+//! The engine loop over devices that do as they are told.
+
 use super::*;
 use crate::request::{AbortCause, Event, Finish, FinishReason, Group};
 use crate::sink::TokenStream;

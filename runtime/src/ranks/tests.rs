@@ -1,3 +1,5 @@
+//! Ranks that start, step, fail and leave.
+
 use super::*;
 use crate::engine::start_with;
 use crate::request::{Event, Finish, FinishReason};
