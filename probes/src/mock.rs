@@ -25,15 +25,19 @@ pub fn with_mock(test: &str, spec: &ModelSpec, limits: &StepLimits, extra: &str,
     if let Some(folder) = std::env::var_os(FOLDER) {
         return body(&PathBuf::from(folder));
     }
-    let folder = tempfile::TempDir::new().unwrap();
-    let itself = std::env::current_exe().unwrap();
-    let library = itself.parent().unwrap().join("libmockcuda.so");
+    let folder = tempfile::TempDir::new().expect("the test can set up its mock driver");
+    let itself = std::env::current_exe().expect("the test can set up its mock driver");
+    let library = itself.parent().expect("the test can set up its mock driver").join("libmockcuda.so");
     for file in ["libcuda.so.1", "libnvrtc.so.13"] {
-        std::fs::copy(&library, folder.path().join(file)).unwrap();
+        std::fs::copy(&library, folder.path().join(file)).expect("the test can set up its mock driver");
     }
-    std::fs::write(folder.path().join("mockcuda.conf"), configuration(spec, limits) + extra).unwrap();
-    let child =
-        Command::new(&itself).args(["--exact", test, "--nocapture"]).env(FOLDER, folder.path()).output().unwrap();
+    std::fs::write(folder.path().join("mockcuda.conf"), configuration(spec, limits) + extra)
+        .expect("the test can set up its mock driver");
+    let child = Command::new(&itself)
+        .args(["--exact", test, "--nocapture"])
+        .env(FOLDER, folder.path())
+        .output()
+        .expect("the test can set up its mock driver");
     let text = String::from_utf8_lossy(&child.stdout).into_owned() + &String::from_utf8_lossy(&child.stderr);
     assert!(child.status.success() && text.contains("1 passed"), "{text}");
 }
@@ -51,11 +55,12 @@ pub fn with_subject(test: &str, change: impl FnOnce(&mut Settings), body: impl F
     };
     change(&mut settings);
     let demo = Folder::Embedded { name: demo::NAME, files: demo::FILES };
-    let checkpoint = Checkpoint::load(demo, LoadFormat::Safetensors).unwrap();
+    let checkpoint = Checkpoint::load(demo, LoadFormat::Safetensors).expect("the test can set up its mock driver");
     let machine = Machine { gpus: 1, processors: 2 };
     // The folder is there only in the child.
-    let config = Config::resolve(&settings, &checkpoint.spec, &checkpoint.name, machine).unwrap();
-    let limits = config.limits(config.fixed_pages().unwrap());
+    let config = Config::resolve(&settings, &checkpoint.spec, &checkpoint.name, machine)
+        .expect("the test can set up its mock driver");
+    let limits = config.limits(config.fixed_pages().expect("the test can set up its mock driver"));
     let subject = Subject { checkpoint, config };
     with_mock(test, &subject.checkpoint.spec, &limits, "", |_| body(&subject));
 }
@@ -66,9 +71,10 @@ fn configuration(spec: &ModelSpec, limits: &StepLimits) -> String {
     let mut seen = BTreeSet::new();
     let mut declare = |launch: &Launch| {
         if seen.insert(launch.kernel.function) {
-            write!(text, "function {}", launch.kernel.function).unwrap();
+            write!(text, "function {}", launch.kernel.function).expect("the test can set up its mock driver");
             for arg in &launch.args {
-                write!(text, " {}", if matches!(arg, Arg::U32(_)) { 4 } else { 8 }).unwrap();
+                write!(text, " {}", if matches!(arg, Arg::U32(_)) { 4 } else { 8 })
+                    .expect("the test can set up its mock driver");
             }
             text.push('\n');
         }
@@ -76,17 +82,22 @@ fn configuration(spec: &ModelSpec, limits: &StepLimits) -> String {
     declare(&stamp(0));
     let mut publish = String::new();
     for &bucket in &limits.buckets {
-        let plan = model::build(spec, limits, RankShape::SINGLE, bucket).unwrap();
+        let plan = model::build(spec, limits, RankShape::SINGLE, bucket).expect("the test can set up its mock driver");
         for weight in &plan.weights {
             pack::launch(&weight.form, 0..1).iter().for_each(&mut declare);
         }
         declare(&pack::dummy_launch(&plan.weights[0].parts[0], 0, 1));
         for placed in &plan.ops {
-            let launches = placed.op.launches(&plan, &GpuFacts::h200()).unwrap();
+            let launches = placed.op.launches(&plan, &GpuFacts::h200()).expect("the test can set up its mock driver");
             launches.iter().for_each(&mut declare);
             if let Op::Feed(feed) = &placed.op {
-                let last = launches.last().unwrap();
-                let at = |id| last.args.iter().position(|arg| *arg == Arg::Buffer(id)).unwrap();
+                let last = launches.last().expect("the test can set up its mock driver");
+                let at = |id| {
+                    last.args
+                        .iter()
+                        .position(|arg| *arg == Arg::Buffer(id))
+                        .expect("the test can set up its mock driver")
+                };
                 let (counter, ring) = (at(feed.step_counter), at(feed.output_ring));
                 let (entries, words) = (limits.ring_entries(), limits.entry_layout().output_words());
                 publish = format!("publish {} {counter} {ring} {entries} {words}\n", last.kernel.function);

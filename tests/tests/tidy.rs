@@ -21,8 +21,12 @@ impl File {
     fn shipped(&self) -> &str {
         self.text.split("#[cfg(test)]").next().unwrap_or_default()
     }
+    /// Not a test: neither in a folder of tests nor a module of tests in a file of its own.
     fn is_shipped_rust(&self) -> bool {
-        self.has_extension(&["rs"]) && !self.name.starts_with("tests/") && !self.name.contains("/tests/")
+        self.has_extension(&["rs"])
+            && !self.name.starts_with("tests/")
+            && !self.name.contains("/tests/")
+            && !self.name.ends_with("tests.rs")
     }
 }
 

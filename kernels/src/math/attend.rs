@@ -10,7 +10,7 @@ use super::exp::exp;
 use super::{bf16, join, vectorised};
 use crate::contract::{ATTENTION_GROUP, ATTENTION_TILE, PAGE_TOKENS};
 use crate::spec::Precision;
-use std::cell::RefCell;
+use std::cell::Cell;
 use std::ops::Range;
 
 const _: () = assert!(ATTENTION_TILE == PAGE_TOKENS, "a tile is one page here");
@@ -57,8 +57,9 @@ struct State<'a> {
 }
 
 thread_local! {
-    /// Working space, kept so that steps do not allocate.
-    static WORK: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    /// Working space, kept so that steps do not allocate. It is taken out while in use: a thread that waits for its groups may
+    /// be given another row.
+    static WORK: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
 impl Heads<'_> {
@@ -69,11 +70,13 @@ impl Heads<'_> {
 
     /// Attends for `count` heads whose queries `query(head)` gives as slices in column order; writes `[count][values]`.
     pub fn attend<'q>(&self, query: impl Fn(usize) -> [&'q [f32]; 2], out: &mut [f32]) {
-        WORK.with_borrow_mut(|work| match self.count {
-            ..=4 => self.attend_lanes::<4>(query, work, out),
-            5..=8 => self.attend_lanes::<8>(query, work, out),
-            _ => self.attend_lanes::<HEADS_MAX>(query, work, out),
-        });
+        let mut work = WORK.take();
+        match self.count {
+            ..=4 => self.attend_lanes::<4>(query, &mut work, out),
+            5..=8 => self.attend_lanes::<8>(query, &mut work, out),
+            _ => self.attend_lanes::<HEADS_MAX>(query, &mut work, out),
+        }
+        WORK.set(work);
     }
 
     /// `L` ≥ count lanes.

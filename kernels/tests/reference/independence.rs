@@ -174,8 +174,8 @@ fn large() -> Vec<Case> {
     };
     cases.push(Case::new("down", net, Op::MoeDown(down), vec![x], nothing()).words(expert_id, ids));
 
-    // One row over so many groups that they are divided; many rows that are divided themselves.
-    for (rows, position) in [(1, 2999), (60, 500)] {
+    // One row over so many groups that they are divided; many rows that are divided themselves; both at once.
+    for (rows, position) in [(1, 2999), (60, 500), (40, 2999)] {
         let (lora, rope_dim, heads, pages) = (64, 16, 8, 48);
         let mut net = Net::new(rows);
         let kv = net.buffer("kv", DType::Bf16, &[pages, PAGE_TOKENS, lora + rope_dim]);
