@@ -29,7 +29,6 @@ pub struct Client {
 }
 
 impl Client {
-    #[allow(clippy::too_many_arguments)]
     pub fn new(
         (arrival, group, index, sample): (u64, u64, u32, u32),
         prompt: Arc<[u32]>,
