@@ -155,6 +155,7 @@ fn every_bucket_is_captured_and_steps_settle_in_order() {
             assert_eq!(device.recheck(graph.bucket).unwrap().digest, graph.audit.digest);
         }
         assert_eq!((device.limits().pages, report.memory.pages), (5, 5));
+        assert!(report.modules.units > 0 && report.modules.cached == 0);
         assert!(report.memory.weights > 0 && report.memory.arena.kv > 0 && report.memory.graphs > 0);
 
         let before = device.counters();

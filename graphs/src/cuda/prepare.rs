@@ -156,6 +156,7 @@ impl Opened {
             let launches = base.planned.iter().flat_map(Planned::launches).chain(&packing).chain([&stamp]);
             modules.load(launches, &base.nvrtc, &base.options.cache, &base.gpu)
         })?;
+        base.report.modules = modules.report.clone();
         Ok(Compiled { base, modules })
     }
 }
@@ -222,6 +223,7 @@ impl Allocated {
                 let remedy = "lower --kv-memory or --kv-pages";
                 return Err(CudaError::Memory { what: format!("a pool of {pages} pages"), needed, free, remedy });
             }
+            base.report.modules = modules.report.clone();
             arena.allocate_kv(&plans, &mut base.ledger)?;
             base.report.memory.arena = arena.bytes();
             base.report.memory.pages = pages;
