@@ -233,3 +233,13 @@ fn the_number_of_threads_changes_no_bit() {
         }
     }
 }
+
+/// A thread that waits for the groups of one row may be handed another row meanwhile.
+#[test]
+fn rows_and_their_groups_divide_at_once() {
+    let case = large().into_iter().find(|case| case.name == "mla 40").expect("the case of many long rows");
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(8).build().unwrap();
+    for _ in 0..60 {
+        pool.install(|| case.run(case.memory(Precision::Oracle)));
+    }
+}
