@@ -7,12 +7,11 @@ use crate::cuda::{self, NoDevice};
 use crate::driver::Driver;
 use crate::evidence::{Draft, short_path};
 use serde_json::{Value, json};
-use slotgraph_graphs::cpu::{CpuDevice, CpuOptions};
 use slotgraph_graphs::device::Device;
 use slotgraph_graphs::step::StepLimits;
-use slotgraph_kernels::Precision;
 use slotgraph_runtime::checkpoint::Checkpoint;
-use slotgraph_runtime::config::{Config, DeviceKind, PrecisionMode, Settings};
+use slotgraph_runtime::config::{Config, DeviceKind, Settings};
+use slotgraph_runtime::engine;
 use slotgraph_runtime::startup::Phases;
 use slotgraph_server::cli::Engine;
 use slotgraph_server::load::{self, LoadError};
@@ -84,16 +83,12 @@ impl Subject {
             let startup = serde_json::to_value(device.report()).expect("a report is plain data");
             return Ok(Prepared { device: Box::new(device), limits, startup, copy_bytes_s });
         }
-        let limits = self.limits();
-        let source = self.checkpoint.source();
-        let mut options = CpuOptions::new(&self.checkpoint.spec, &limits, &*source);
-        options.precision = match self.config.precision {
-            PrecisionMode::Oracle => Precision::Oracle,
-            PrecisionMode::Contract => Precision::Contract,
-        };
-        options.threads = Some(self.config.threads);
-        let device = CpuDevice::prepare(options).map_err(|e| NoDevice::Failed(e.to_string()))?;
-        Ok(Prepared { device: Box::new(device), limits, startup: Value::Null, copy_bytes_s: None })
+        let (device, ranks) =
+            engine::device(&self.config, &self.checkpoint).map_err(|e| NoDevice::Failed(e.to_string()))?;
+        let records: Vec<Value> =
+            ranks.iter().map(|rank| serde_json::to_value(&rank.record).expect("a record is plain data")).collect();
+        let limits = ranks[0].limits.clone();
+        Ok(Prepared { device, limits, startup: json!({ "ranks": records }), copy_bytes_s: None })
     }
 
     /// The limits of the configured pool (CPU, bytes or pages).

@@ -10,7 +10,7 @@ mod start;
 mod tests;
 
 pub use handle::{EngineFailure, EngineHandle, NotAccepting, SubmitError};
-pub use start::{EngineOptions, StartError, start, start_with};
+pub use start::{EngineOptions, StartError, device, start, start_with};
 
 pub(crate) use edge::panic_text;
 pub(crate) use start::STEP_TIMEOUT;

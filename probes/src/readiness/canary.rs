@@ -12,8 +12,8 @@ use slotgraph_runtime::config::Settings;
 
 /// Must fail the capture.
 const AT_PREPARE: [&str; 2] = ["unregistered-pointer", "capture-fail@4"];
-/// Must change the transcript.
-const AT_REPLAY: [&str; 5] = ["baked-position@4", "pad-write@4", "token@9", "logprob-bit@9", "freed-page@1"];
+/// Must change the transcript. The page that step 1 gives is seat 0's own whichever it is; step 2 gives another seat's.
+const AT_REPLAY: [&str; 5] = ["baked-position@4", "pad-write@4", "token@9", "logprob-bit@9", "freed-page@2"];
 /// Bucket whose script the faults run in; one short of full, so that there is a pad row.
 const BUCKET: usize = 4;
 const STEPS: usize = 24;
@@ -65,4 +65,42 @@ fn transcript(subject: &Subject, graph: bool, fault: Option<Fault>) -> Result<Tr
     };
     let mut driver = Driver::new(device, limits);
     script::run(&mut driver, BUCKET, STEPS).map_err(|e| failed(&e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slotgraph_graphs::cpu::{CpuDevice, CpuOptions};
+    use slotgraph_graphs::fault::FaultPlace;
+
+    /// The faults of a device's edge are the same on every device, so the CPU tells whether the script sees them.
+    #[test]
+    fn the_script_sees_every_fault_of_the_edge() {
+        let settings = Settings {
+            device: Some("cpu".into()),
+            max_slots: Some(8),
+            kv_pages: Some(260),
+            prefill_chunk: Some(64),
+            ..Settings::default()
+        };
+        let demo = SubjectArgs { model: None, engine: Default::default() };
+        let subject = Subject::with(&demo, &settings).unwrap();
+        let limits = subject.limits();
+        let source = subject.checkpoint.source();
+        let run = |faults: &[Fault]| {
+            let device = CpuDevice::prepare(CpuOptions::new(&subject.checkpoint.spec, &limits, &*source)).unwrap();
+            let device = FaultDevice::arm(device, 0, faults).unwrap();
+            script::run(&mut Driver::new(device, limits.clone()), BUCKET, STEPS).unwrap()
+        };
+        let truth = run(&[]);
+        let edge: Vec<Fault> = AT_REPLAY
+            .map(|text| text.parse().unwrap())
+            .into_iter()
+            .filter(|f: &Fault| f.kind.place() == FaultPlace::Edge)
+            .collect();
+        assert!(edge.len() >= 3);
+        for fault in edge {
+            assert!(first_divergence(&truth, &run(&[fault])).is_some(), "{fault} changes nothing that the script sees");
+        }
+    }
 }

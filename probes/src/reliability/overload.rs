@@ -15,17 +15,22 @@ struct Holders {
 }
 
 impl Holders {
-    /// Fills every seat; returns once all are taken.
+    /// Fills every seat; returns once all are taken and every prompt of theirs is behind them.
     async fn seat(bench: &Bench<'_>, name: &str) -> Result<Holders, ProbeError> {
+        const PROMPT: usize = 8;
         let tokens = bench.target.max_model_len - 32;
         let requests: Vec<LoadRequest> = (0..bench.slots)
-            .map(|number| bench.request(&format!("{name}-holder"), number, 8, tokens, Leave::Never))
+            .map(|number| bench.request(&format!("{name}-holder"), number, PROMPT, tokens, Leave::Never))
             .collect();
+        let prefilled = bench.scrape().await?.sum("vllm:prompt_tokens_total", &[]) + (PROMPT * bench.slots) as f64;
         let ids = requests.iter().map(|request| request.id.clone()).collect();
         let (server, timeout, slots) = (bench.target.server.clone(), bench.timeout(), bench.slots);
         let task =
             tokio::spawn(async move { run(&server, &requests, Arrivals::Closed(slots), timeout).await.completions });
-        let full = |scrape: &crate::scrape::Scrape| scrape.sum("vllm:num_requests_running", &[]) == slots as f64;
+        let full = |scrape: &crate::scrape::Scrape| {
+            scrape.sum("vllm:num_requests_running", &[]) == slots as f64
+                && scrape.sum("vllm:prompt_tokens_total", &[]) >= prefilled
+        };
         match bench.wait_for(Duration::from_secs(10), full).await {
             Some(_) => Ok(Holders { ids, task }),
             None => Err(ProbeError::Failed(format!("{name}: {slots} streams did not fill {slots} seats"))),

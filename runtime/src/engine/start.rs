@@ -90,6 +90,11 @@ pub fn start(
     start_with(options, factories, observer)
 }
 
+/// The devices of a configuration as one, without an engine or faults: what a probe drives by hand.
+pub fn device(config: &Config, checkpoint: &Checkpoint) -> Result<(Box<dyn Device>, Vec<RankStart>), StartError> {
+    prepare(devices::factories(config, checkpoint, &[])?, config.init_timeout, STEP_TIMEOUT)
+}
+
 /// `start` over devices that the factories make, one a rank.
 pub fn start_with(
     options: EngineOptions,
@@ -124,7 +129,7 @@ fn engine_thread(
     observer: Arc<dyn Observer>,
     started: &SyncSender<Result<EngineHandle, StartError>>,
 ) {
-    let made = catch_unwind(AssertUnwindSafe(|| prepare(&options, factories)));
+    let made = catch_unwind(AssertUnwindSafe(|| prepare(factories, options.init_timeout, options.step_timeout)));
     let made = made.unwrap_or_else(|panic| Err(StartError::failed(0, "start", panic_text(&*panic))));
     let (device, ranks) = match made.and_then(|made| check(&options, made)) {
         Ok(made) => made,
@@ -158,13 +163,13 @@ fn engine_thread(
 
 type Made = (Box<dyn Device>, Vec<RankStart>);
 
-fn prepare(options: &EngineOptions, mut factories: Vec<Factory>) -> Result<Made, StartError> {
+fn prepare(mut factories: Vec<Factory>, init: Duration, step: Duration) -> Result<Made, StartError> {
     if factories.len() == 1 {
         let factory = factories.pop().expect("there is one");
-        let (device, start) = Startup::alone(options.init_timeout).prepare(factory)?;
+        let (device, start) = Startup::alone(init).prepare(factory)?;
         return Ok((device, vec![start]));
     }
-    let (ranks, starts) = Ranks::start(factories, options.init_timeout, options.step_timeout)?;
+    let (ranks, starts) = Ranks::start(factories, init, step)?;
     Ok((Box::new(ranks), starts))
 }
 
