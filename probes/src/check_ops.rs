@@ -20,7 +20,7 @@ use findings::Finding;
 use rayon::prelude::*;
 use scenario::{SLOTS, Scenario, steps_of};
 use serde::{Deserialize, Serialize};
-use slotgraph_graphs::cuda::{CudaDevice, CudaError, CudaOptions, KvMemory};
+use slotgraph_graphs::cuda::{CudaDevice, CudaError, CudaOptions, KvMemory, Opened};
 use slotgraph_graphs::model;
 use slotgraph_graphs::plan::{Plan, RankShape};
 use slotgraph_graphs::source::SourceError;
@@ -57,8 +57,8 @@ pub struct Args {
     /// Only the model's first layers (dummy weights of a large shape).
     #[arg(long, value_name = "N")]
     layers: Option<usize>,
-    /// Ops that the device does not run: the CPU's outputs take their place.
-    #[arg(long, value_name = "OP", value_delimiter = ',')]
+    /// Ops that the device does not run, everywhere or in one bucket: the CPU's outputs take their place.
+    #[arg(long, value_name = "OP[@ROWS]", value_delimiter = ',')]
     replace: Vec<String>,
     /// The model that a child process checks, as its index.
     #[arg(long, hide = true, value_name = "INDEX")]
@@ -151,7 +151,7 @@ fn check_model(subject: &SubjectArgs, args: &Args, folder: Option<&Path>) -> Res
         options.graph = false;
         options.pdl = settings.pdl.as_deref() != Some("off");
         options.lib_dirs = settings.lib_dir.iter().cloned().collect();
-        match CudaDevice::prepare(options) {
+        match cold(options) {
             Ok(device) => Box::new(device),
             Err(error) => return Ok(no_device(&error)),
         }
@@ -172,6 +172,13 @@ fn check_model(subject: &SubjectArgs, args: &Args, folder: Option<&Path>) -> Res
     report.canary_missed = checker.canary_missed.iter().map(|op| op.to_string()).collect();
     report.device = if cpu { "cpu".into() } else { "cuda".into() };
     Ok(report)
+}
+
+/// A device without its first run, so that the first launch of each op is one that is watched.
+fn cold(options: CudaOptions) -> Result<CudaDevice, CudaError> {
+    let allocated = Opened::open(options)?.compile()?.load_weights()?.allocate()?;
+    let pages = allocated.pages()?;
+    allocated.allocate_kv(pages)?.cold()?.capture()
 }
 
 fn no_device(error: &CudaError) -> Report {

@@ -289,6 +289,13 @@ impl Resolved {
         Ok(Warm(self))
     }
 
+    /// Ready without a first run: for a probe that launches op by op and must itself see the first launch that fails.
+    pub fn cold(mut self) -> Result<Warm, CudaError> {
+        self.base.gpu.bind().during(|| "clearing the arena".into())?;
+        self.clear()?;
+        Ok(Warm(self))
+    }
+
     /// As before the first step: everything zero, every seat empty.
     fn clear(&mut self) -> Result<(), CudaError> {
         self.arena.reset()?;

@@ -21,7 +21,7 @@ pub struct Checker<'a> {
     memory: CpuMemory,
     /// By buffer: elements that are the device's own.
     known: Vec<usize>,
-    /// Ops that the device does not run: the CPU's outputs take their place.
+    /// Ops that the device does not run, `op` or `op@bucket`: the CPU's outputs take their place.
     replaced: &'a BTreeSet<String>,
     stop_at_first: bool,
     /// Change one element of each op's outputs and expect to see it.
@@ -54,6 +54,11 @@ impl<'a> Checker<'a> {
             step: 0,
             journal,
         }
+    }
+
+    fn is_replaced(&self, at: At) -> bool {
+        let name = at.placed.op.name();
+        self.replaced.contains(name) || self.replaced.contains(&format!("{name}@{}", at.plan.rows))
     }
 
     /// Takes a buffer off the device. One that is not what the last op left is reported.
@@ -160,12 +165,12 @@ impl Watch for Checker<'_> {
                 self.take(at, id, memory)?;
             }
         }
-        Ok(!self.replaced.contains(op.name()))
+        Ok(!self.is_replaced(at))
     }
 
     fn after(&mut self, at: At, memory: &dyn Memory) -> Result<(), String> {
         let op = &at.placed.op;
-        let replaced = self.replaced.contains(op.name());
+        let replaced = self.is_replaced(at);
         let ran = self.run(at);
         let mut got = BTreeMap::new();
         for id in op.writes() {

@@ -7,7 +7,7 @@ use crate::cli::{Outcome, ProbeError, gpu_is_required};
 use crate::evidence::{Canary, Draft};
 use crate::subject::SubjectArgs;
 use serde_json::json;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -15,10 +15,10 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 /// Restarts for one model.
-const RESTARTS: usize = 12;
+const RESTARTS: usize = 40;
 /// Longest silence of a child: while it prepares (kernels may have to be compiled), and between two ops.
-const PREPARING: Duration = Duration::from_secs(240);
-const BETWEEN_OPS: Duration = Duration::from_secs(60);
+const PREPARING: Duration = Duration::from_secs(150);
+const BETWEEN_OPS: Duration = Duration::from_secs(25);
 
 pub fn run(subject: &SubjectArgs, args: &Args) -> Result<Outcome, ProbeError> {
     let mut draft = Draft::new(
@@ -107,33 +107,41 @@ impl Checked {
 
 fn check_model(args: &Args, index: usize) -> Result<Checked, ProbeError> {
     let mut checked = Checked::default();
-    let mut left = args.buckets();
     let mut replaced: BTreeSet<String> = args.replace.iter().cloned().collect();
+    // What one child is to check; a start that fails for several buckets is tried for each alone.
+    let mut queue = VecDeque::from([args.buckets()]);
     for _ in 0..RESTARTS {
+        let Some(mut left) = queue.pop_front() else { break };
         let ended = child(index, &left, &replaced)?;
         let mut report = ended.report.unwrap_or_default();
         if let Some(reason) = report.absent.take() {
             checked.absent = Some(reason);
             return Ok(checked);
         }
+        let hung = ended.hung;
         let lost = report.lost.take().or(ended.died);
         left.retain(|bucket| !report.done.contains(bucket));
         checked.take(report);
-        let Some(lost) = lost else { return Ok(checked) };
+        let Some(lost) = lost else { continue };
         if lost.contains(super::STOPPED) {
             return Ok(checked);
         }
         checked.fatal.push(format!("{}: {lost}", ended.last.as_deref().unwrap_or("before the first op")));
-        // Past an op that failed once: the CPU's outputs take its place. Twice, or where none can, past its bucket.
         let op = ended.last.as_deref().and_then(|last| last.split_whitespace().next()).map(str::to_owned);
         match op {
-            None => return Ok(checked),
+            None if left.len() > 1 => queue.extend(left.into_iter().map(|bucket| vec![bucket])),
+            None => {}
             Some(_) if !args.keep_going => return Ok(checked),
-            Some(op) if op != "feed" && replaced.insert(op.clone()) => {}
-            Some(_) if left.len() > 1 => {
-                left.remove(0);
+            Some(op) => {
+                // Past an op that failed once: the CPU's outputs take its place, everywhere if it hung. Where none can, past its bucket.
+                let at = if hung { op.clone() } else { format!("{op}@{}", left[0]) };
+                if op == "feed" || !replaced.insert(at) {
+                    left.remove(0);
+                }
+                if !left.is_empty() {
+                    queue.push_front(left);
+                }
             }
-            Some(_) => return Ok(checked),
         }
     }
     Ok(checked)
@@ -145,6 +153,8 @@ struct Ended {
     /// The op that it was at: its name first.
     last: Option<String>,
     died: Option<String>,
+    /// Killed because it said nothing for long.
+    hung: bool,
 }
 
 fn child(index: usize, buckets: &[usize], replaced: &BTreeSet<String>) -> Result<Ended, ProbeError> {
@@ -161,7 +171,7 @@ fn child(index: usize, buckets: &[usize], replaced: &BTreeSet<String>) -> Result
     let reader = std::thread::spawn(move || {
         lines.map_while(Result::ok).take_while(|line| send.send(line.clone()).is_ok()).count()
     });
-    let mut ended = Ended { report: None, last: None, died: None };
+    let mut ended = Ended { report: None, last: None, died: None, hung: false };
     loop {
         let patience = if ended.last.is_none() { PREPARING } else { BETWEEN_OPS };
         match heard.recv_timeout(patience) {
@@ -172,6 +182,7 @@ fn child(index: usize, buckets: &[usize], replaced: &BTreeSet<String>) -> Result
             },
             Err(RecvTimeoutError::Timeout) => {
                 ended.died = Some(format!("silent for {patience:?}: killed"));
+                ended.hung = true;
                 // It may have ended by itself meanwhile.
                 let _ = process.kill();
                 break;

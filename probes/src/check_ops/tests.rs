@@ -114,7 +114,7 @@ fn an_op_that_is_replaced_by_the_cpu_leaves_the_rest_checked() {
     let largest = rig.plans.last().unwrap();
     let own = memory(largest, rig.weights.clone());
     let mut device = CpuSteps::new(rig.limits.clone(), rig.spec.eos_ids.clone(), rig.plans.clone(), own);
-    let replaced = BTreeSet::from(["moe_up".to_owned(), "mla_prep".to_owned()]);
+    let replaced = BTreeSet::from(["moe_up".to_owned(), "mla_prep@8".to_owned()]);
     let mut journal = |_: u64, _: At| {};
     let mut checker = Checker::new(memory(largest, rig.weights.clone()), &replaced, false, &mut journal);
     let report = check(&mut device, &rig.spec, Vec::new(), &mut checker);
@@ -141,7 +141,7 @@ fn a_gpu_is_stepped_op_by_op_and_its_idle_kernels_are_found() {
         options.cache = slotgraph_graphs::cuda::Cache::off();
         options.kv = KvMemory::Pages(rig.limits.pages);
         options.graph = false;
-        let mut device = CudaDevice::prepare(options).unwrap();
+        let mut device = cold(options).unwrap();
         let largest = rig.plans.last().unwrap();
         // The mock publishes steps itself, and everything else must come from the CPU.
         let ops = largest.ops.iter().map(|placed| placed.op.name()).filter(|op| !["feed", "moe_up"].contains(op));
