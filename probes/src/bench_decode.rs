@@ -11,6 +11,7 @@ use crate::regression::{Direction, Regression};
 use crate::stats::{Summary, median};
 use crate::subject::{AnyDriver, Subject, SubjectArgs};
 use serde::Serialize;
+use slotgraph_graphs::cuda::CopyRates;
 use slotgraph_graphs::device::{DeviceError, DeviceFacts};
 use slotgraph_graphs::model;
 use slotgraph_graphs::plan::{Plan, RankShape};
@@ -47,6 +48,9 @@ pub struct Args {
     /// Least tokens a second: `ROWS:TOK_S`, several.
     #[arg(long, value_delimiter = ',', value_name = "ROWS:TOK_S", value_parser = parse_floor)]
     min_tok_s: Vec<(usize, f64)>,
+    /// Least rate at which weights load from files, as a share of what pinned copies reach.
+    #[arg(long, value_name = "SHARE")]
+    min_load_share: Option<f64>,
     /// Earlier evidence of the same probe: any number that got worse, where a direction may be claimed, fails.
     #[arg(long, value_name = "FILE")]
     compare: Option<PathBuf>,
@@ -113,7 +117,7 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
     let grid: Vec<(usize, usize)> =
         args.rows.iter().flat_map(|&rows| args.context.iter().map(move |&context| (rows, context))).collect();
     let mut times: Vec<Vec<Vec<StepTime>>> = vec![Vec::new(); grid.len()];
-    let ceiling = prepared.copy_bytes_s;
+    let copies = prepared.copies;
     let mut driver = prepared.into_driver();
     let mut bad = None;
     for _ in 0..args.repeats {
@@ -129,9 +133,16 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
             cell(&subject.checkpoint.spec, &limits, &facts, args, rows, context, repeats)
         })
         .collect();
-    if let Some(ceiling) = ceiling {
-        draft.metric("copy_gb_s", ceiling / 1e9, "GB/s", 8, None);
-        cells.iter_mut().for_each(|cell| cell.ceiling_share = Some(1e9 * cell.floor_gb_s / ceiling));
+    if let Some(CopyRates { within_bytes_s, upload_bytes_s }) = copies {
+        draft.metric("copy_gb_s", within_bytes_s / 1e9, "GB/s", 8, None);
+        cells.iter_mut().for_each(|cell| cell.ceiling_share = Some(1e9 * cell.floor_gb_s / within_bytes_s));
+        draft.metric("upload_gb_s", upload_bytes_s / 1e9, "GB/s", 8, None);
+        let weights = &draft.startup["weights"];
+        if let (Some(rate), Some(false)) = (weights["gb_per_s"].as_f64(), weights["dummy"].as_bool()) {
+            draft.metric("weights_gb_s", rate, "GB/s", 1, None);
+            let least = args.min_load_share.map(Limit::AtLeast);
+            draft.metric("weights_share_of_upload", 1e9 * rate / upload_bytes_s, "of upload_gb_s", 1, least);
+        }
     }
     draft.check("every_row_drew_a_token", bad.is_none(), bad.unwrap_or_else(|| "each step, each row".into()));
     for cell in &cells {

@@ -5,7 +5,6 @@ use crate::evidence::Draft;
 use crate::subject::Subject;
 use slotgraph_graphs::cuda::{CudaDevice, CudaError, CudaOptions, KvMemory as Pool};
 use slotgraph_graphs::fault::Fault;
-use slotgraph_kernels::Role;
 use slotgraph_runtime::config::{DeviceKind, KvMemory};
 
 /// Why there is no device to probe.
@@ -51,14 +50,6 @@ pub fn prepare(subject: &Subject, graph: bool, fault: Option<Fault>) -> Result<C
         CudaError::Library(_) if crate::machine::Machine::read().gpus.is_empty() => NoDevice::Absent(error.to_string()),
         other => NoDevice::Failed(other.to_string()),
     })
-}
-
-/// Bytes a second that a copy inside the device reads and writes, at best. For a device whose cache holds nothing yet.
-pub fn copy_ceiling(device: &mut CudaDevice) -> Option<f64> {
-    let pools = device.buffers().iter().filter(|spec| spec.role == Role::Kv);
-    let name = pools.max_by_key(|spec| spec.bytes())?.name.clone();
-    let rates = device.time_copies(&name, 8).ok()?;
-    rates.into_iter().reduce(f64::max)
 }
 
 /// Whether the configuration is for a GPU; a probe of graphs has nothing to ask of another device.

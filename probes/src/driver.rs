@@ -204,29 +204,44 @@ impl<D: Device> Driver<D> {
         self.leaving.push((SlotId(seat as u32), self.seats[seat].generation));
     }
 
-    /// A new holder takes the seat and its pages; its prompt is fed one row a step beside the others' decode rows.
-    pub fn join(&mut self, seat: usize, request: Seated, mut each: impl FnMut(&StepOutput)) -> Result<(), DeviceError> {
+    /// A new holder takes the seat and its pages; its prompt is fed beside the others' decode rows, at most `rows_a_step` rows a step.
+    pub fn join(
+        &mut self,
+        seat: usize,
+        request: Seated,
+        rows_a_step: usize,
+        mut each: impl FnMut(&StepOutput),
+    ) -> Result<(), DeviceError> {
         self.generation += 1;
         let prompt = request.prompt.clone();
         self.seats[seat].request = request;
         self.seats[seat].generation = Generation(self.generation);
-        for (position, &token) in prompt.iter().enumerate() {
-            let riders: Vec<usize> = (0..self.seats.len()).filter(|&other| self.seats[other].active).collect();
-            self.begin(riders.len() + 1);
-            for other in riders {
+        let lines: Vec<(usize, u32)> = prompt.iter().copied().enumerate().collect();
+        let riders: Vec<usize> = (0..self.seats.len()).filter(|&other| self.seats[other].active).collect();
+        let room = self.limits.rows_max().saturating_sub(riders.len()).max(1);
+        for rows in lines.chunks(rows_a_step.min(room)) {
+            self.begin(riders.len() + rows.len());
+            for &other in &riders {
                 self.row(other, RowFeed::FromSlot, RowWant::Sample);
             }
-            if position == 0 {
-                self.introduce(seat);
+            for &(position, token) in rows {
+                if position == 0 {
+                    self.introduce(seat);
+                }
+                let want = if position + 1 == prompt.len() { RowWant::Sample } else { RowWant::Nothing };
+                self.row(seat, RowFeed::Given { token, position: position as u32, generated: false }, want);
             }
-            let want = if position + 1 == prompt.len() { RowWant::Sample } else { RowWant::Nothing };
-            self.row(seat, RowFeed::Given { token, position: position as u32, generated: false }, want);
             self.enqueue()?;
             self.settle()?;
             each(&self.output);
         }
         self.seats[seat].active = true;
         Ok(())
+    }
+
+    /// The first page of a seat.
+    pub fn first_page(&self, seat: usize) -> usize {
+        self.seats[seat].first_page as usize
     }
 
     /// Scores `answer` after seat 0's prompt, teacher-forced: one record a token, in order.

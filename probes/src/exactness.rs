@@ -46,9 +46,15 @@ pub struct Args {
     /// Transports of those legs [default: the device's].
     #[arg(long, value_delimiter = ',')]
     transport_legs: Vec<String>,
+    /// Only this leg beside the base, by the name that the report gives it; several [default: all].
+    #[arg(long = "leg", value_name = "NAME")]
+    legs: Vec<String>,
     /// Mean |Δlogprob| against the oracle, teacher-forced, prompts of at most 512 tokens.
     #[arg(long)]
     mean_limit: Option<f64>,
+    /// Largest margin of the oracle over which another token may win, prompts of at most 512 tokens.
+    #[arg(long)]
+    margin_limit: Option<f64>,
 }
 
 /// What a leg's difference would mean.
@@ -134,14 +140,18 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
         return Ok(Outcome::Evidence(Box::new(draft.finish())));
     };
     let judgement = args.oracle.is_some().then(|| run.judge(&base, &mut driver, &truth)).transpose()?;
-    legs.add(run.leg(&base, &mut driver, "again", Kind::Repeat, Factor::PLAIN));
-    legs.add(run.scored(&mut driver, "scored", Kind::Bucket, &truth));
+    run.add(&mut legs, &base, &mut driver, "again", Kind::Repeat, Factor::PLAIN);
+    run.add_scored(&mut legs, &mut driver, "scored", Kind::Bucket, &truth);
     let variants = variants(&base);
     for (name, factor) in &variants {
-        legs.add(run.leg(&base, &mut driver, name, Kind::Bucket, *factor));
+        run.add(&mut legs, &base, &mut driver, name, Kind::Bucket, *factor);
     }
     drop(driver);
     for (name, subject) in run.switches(cuda)? {
+        let inner = name == GRAPH && args.legs.iter().any(|leg| leg.starts_with(GRAPH));
+        if !inner && !run.wants(&name) {
+            continue;
+        }
         let mut driver = match subject.device() {
             Ok(prepared) => prepared.into_driver(),
             Err(none) => {
@@ -150,18 +160,23 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
             }
         };
         let kind = if cuda { Kind::Graph } else { Kind::Bucket };
-        legs.add(run.leg(&subject, &mut driver, &name, kind, Factor::PLAIN));
+        run.add(&mut legs, &subject, &mut driver, &name, kind, Factor::PLAIN);
         if name == GRAPH {
-            legs.add(run.leg(&subject, &mut driver, "graph, again", kind, Factor::PLAIN));
-            legs.add(run.scored(&mut driver, "graph, scored", kind, &truth));
+            run.add(&mut legs, &subject, &mut driver, "graph, again", kind, Factor::PLAIN);
+            run.add_scored(&mut legs, &mut driver, "graph, scored", kind, &truth);
             for (name, factor) in &variants {
-                legs.add(run.leg(&subject, &mut driver, &format!("graph, {name}"), kind, *factor));
+                run.add(&mut legs, &subject, &mut driver, &format!("graph, {name}"), kind, *factor);
             }
         }
     }
     for (name, kind, subject) in run.rank_subjects(&base)? {
+        if !run.wants(&name) {
+            continue;
+        }
         match subject.device() {
-            Ok(prepared) => legs.add(run.leg(&subject, &mut prepared.into_driver(), &name, kind, Factor::PLAIN)),
+            Ok(prepared) => {
+                run.add(&mut legs, &subject, &mut prepared.into_driver(), &name, kind, Factor::PLAIN);
+            }
             Err(none) => legs.failed.push(format!("{name}: {none}")),
         }
     }
@@ -186,10 +201,6 @@ impl Legs {
     fn take(&mut self, leg: Result<Leg, String>) -> Option<Leg> {
         leg.map_err(|reason| self.failed.push(reason)).ok()
     }
-    fn add(&mut self, leg: Result<Leg, String>) {
-        let leg = self.take(leg);
-        self.done.extend(leg);
-    }
 }
 
 /// Buckets, row places and prefill chunks that must change nothing.
@@ -206,6 +217,9 @@ fn variants(subject: &Subject) -> Vec<(String, Factor)> {
     for chunk in [1, 17, 64] {
         variants.push((format!("{chunk} prefill rows a step"), Factor { chunk, ..Factor::PLAIN }));
     }
+    if config.max_slots > 1 {
+        variants.push(("beside joiners".into(), Factor { neighbours: 1, joiners: 12, ..Factor::PLAIN }));
+    }
     variants
 }
 
@@ -220,6 +234,27 @@ impl Run<'_> {
         let mut settings = self.args.subject.engine.settings();
         change(&mut settings);
         Subject::with(&self.args.subject, &settings)
+    }
+
+    /// Whether `--leg` names it.
+    fn wants(&self, name: &str) -> bool {
+        self.args.legs.is_empty() || self.args.legs.iter().any(|leg| leg == name)
+    }
+
+    fn add(&self, legs: &mut Legs, subject: &Subject, driver: &mut AnyDriver, name: &str, kind: Kind, factor: Factor) {
+        if self.wants(name) {
+            let leg = self.leg(subject, driver, name, kind, factor);
+            let leg = legs.take(leg);
+            legs.done.extend(leg);
+        }
+    }
+
+    fn add_scored(&self, legs: &mut Legs, driver: &mut AnyDriver, name: &str, kind: Kind, truth: &Leg) {
+        if self.wants(name) {
+            let leg = self.scored(driver, name, kind, truth);
+            let leg = legs.take(leg);
+            legs.done.extend(leg);
+        }
     }
 
     /// Subjects whose modes and rollback switches differ from the base's.
@@ -303,7 +338,8 @@ impl Run<'_> {
         let mut answers = Vec::new();
         for case in self.cases {
             let neighbours = factor.neighbours.min(slots - case.prompts.len());
-            let factor = Factor { neighbours, ..factor };
+            let joiners = if neighbours > 0 { factor.joiners } else { 0 };
+            let factor = Factor { neighbours, joiners, ..factor };
             answers.push(legs::run(driver, self.tokenizer, &spec.eos_ids, spec.vocab, case, factor)?);
         }
         Ok(answers)
@@ -311,7 +347,7 @@ impl Run<'_> {
 
     fn judge(&self, base: &Subject, driver: &mut AnyDriver, leg: &Leg) -> Result<Judgement, ProbeError> {
         let contract = base.config.device == DeviceKind::Cuda || base.config.precision == PrecisionMode::Contract;
-        let limits = oracle::Limits::of(contract, self.args.mean_limit);
+        let limits = oracle::Limits::of(contract, self.args.mean_limit, self.args.margin_limit);
         oracle::judge(driver, self.cases, &leg.answers, limits).map_err(|e| ProbeError::Failed(e.to_string()))
     }
 

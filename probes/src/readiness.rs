@@ -11,13 +11,14 @@ use crate::claim::{Claim, Label};
 use crate::cli::{Outcome, ProbeError};
 use crate::cuda::{self, NoDevice};
 use crate::driver::Driver;
-use crate::evidence::Draft;
-use crate::script::{self, Transcript, first_divergence};
+use crate::evidence::{Draft, Limit};
+use crate::script::{self, StepBits, Transcript, first_divergence};
 use crate::stats::Summary;
 use crate::subject::{Subject, SubjectArgs};
 use report::{BucketReport, FailureStage, Readiness};
-use slotgraph_graphs::cuda::{Counters, CudaDevice};
+use slotgraph_graphs::cuda::{Counters, CudaDevice, GraphReport, PrepareReport};
 use slotgraph_graphs::device::DeviceError;
+use slotgraph_graphs::step::EndReason;
 use slotgraph_kernels::Role;
 
 /// Prove that every bucket's graph replays as eager runs.
@@ -44,7 +45,14 @@ struct Ran {
     poisoned: Vec<Transcript>,
     counters_before: Counters,
     counters_after: Counters,
+    /// Free bytes on the GPU, before and after the replays.
+    free: [u64; 2],
+    /// What went wrong when a row's cache held NaN.
+    nan_row: Result<(), String>,
 }
+
+/// Bytes by which the free memory may move while steps run: other processes share the GPU.
+const FREE_MOVES: u64 = 64 << 20;
 
 pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
     examine(args, &Subject::open(&args.subject)?)
@@ -77,6 +85,7 @@ fn examine(args: &Args, subject: &Subject) -> Result<Outcome, ProbeError> {
             Ok(device) => {
                 draft.contract_hash = contract_hash(&device);
                 draft.startup = serde_json::to_value(device.report()).expect("a report is plain data");
+                start_times(&mut draft, device.report());
                 run_script(device, &buckets, args, Some(&mut readiness))
             }
             Err(none) => Err((FailureStage::CaptureFailed, none.to_string())),
@@ -87,15 +96,53 @@ fn examine(args: &Args, subject: &Subject) -> Result<Outcome, ProbeError> {
         (Err((stage, reason)), _) | (_, Err((stage, reason))) => readiness.fail(*stage, reason),
     }
     if readiness.diverged() {
-        drop((eager, graph));
         locate::first_op(subject, &mut readiness, args.steps);
     }
     readiness.record(&mut draft);
+    if let (Ok(eager), Ok(graph)) = (&eager, &graph) {
+        for (mode, ran) in [("eager", eager), ("graph", graph)] {
+            let detail =
+                ran.nan_row.clone().err().unwrap_or_else(|| "and neither neighbours nor later holders saw it".into());
+            draft.check(&format!("{mode}: a_nan_row_ends_alone"), ran.nan_row.is_ok(), detail);
+        }
+        let [before, after] = graph.free;
+        draft.check(
+            "device_memory_is_flat",
+            before.abs_diff(after) <= FREE_MOVES,
+            format!("{before} bytes free, then {after}"),
+        );
+    }
     if !args.no_canary {
         draft.canary(canary::planted(&args.subject)?);
     }
     Ok(Outcome::Evidence(Box::new(draft.finish())))
 }
+
+/// How long the start took beside the weights, and each graph.
+fn start_times(draft: &mut Draft, report: &PrepareReport) {
+    let graph_ms = |graph: &GraphReport| (graph.capture_us + graph.instantiate_us) / 1e3;
+    let slowest = report.graphs.iter().map(graph_ms).fold(0.0, f64::max);
+    let graphs = report.graphs.len() as u64;
+    draft.metric("capture_and_instantiate_ms_max", slowest, "ms", graphs, Some(Limit::AtMost(GRAPH_MS_MAX)));
+    draft.metric("graph_bytes", report.memory.graphs as f64, "bytes", graphs, None);
+    let less_weights = report.phases_ms.iter().filter(|(phase, _)| *phase != "weights").map(|(_, ms)| ms).sum();
+    let warm = report.modules.cached == report.modules.units;
+    let (name, most) =
+        if warm { ("warm_start_ms", WARM_MS_MAX) } else { ("cold_start_ms", WARM_MS_MAX + COMPILE_MS_MAX) };
+    draft.metric(name, less_weights, "ms", 1, Some(Limit::AtMost(most)));
+    draft.metric(
+        "compile_ms",
+        report.modules.compile_ms,
+        "ms",
+        report.modules.units as u64,
+        Some(Limit::AtMost(COMPILE_MS_MAX)),
+    );
+}
+
+/// Most time for one graph; for a start whose kernels were all compiled before, less its weights; for compiling them all.
+const GRAPH_MS_MAX: f64 = 300.0;
+const WARM_MS_MAX: f64 = 6000.0;
+const COMPILE_MS_MAX: f64 = 20_000.0;
 
 fn contract_hash(device: &CudaDevice) -> String {
     use slotgraph_graphs::device::Device;
@@ -114,7 +161,9 @@ fn run_script(
     let failed = |e: DeviceError| (FailureStage::ReplayFailed, e.to_string());
     let limits = device.limits().clone();
     let ledger_before = device.ledger_hash();
+    let lost = |e: slotgraph_graphs::cuda::CudaError| (FailureStage::ReplayFailed, e.to_string());
     let counters_before = device.counters();
+    let free_before = device.free_memory().map_err(lost)?;
     let mut driver = Driver::new(device, limits);
     let mut transcripts = Vec::new();
     for &bucket in buckets {
@@ -124,6 +173,7 @@ fn run_script(
         exhaust(&mut driver, args.replays).map_err(failed)?;
     }
     let counters_after = driver.device.counters();
+    let free = [free_before, driver.device.free_memory().map_err(lost)?];
     let mut poisoned = Vec::new();
     for &bucket in buckets {
         poison(&mut driver.device).map_err(|e| (FailureStage::ReplayFailed, e))?;
@@ -136,7 +186,8 @@ fn run_script(
             report.ledger_hash_after = driver.device.ledger_hash();
         }
     }
-    Ok(Ran { transcripts, poisoned, counters_before, counters_after })
+    let nan_row = nan_row(&mut driver).map_err(failed)?;
+    Ok(Ran { transcripts, poisoned, counters_before, counters_after, free, nan_row })
 }
 
 /// Many replays of one row, restarting its request when its context is full.
@@ -153,16 +204,50 @@ fn exhaust(driver: &mut Driver<CudaDevice>, replays: usize) -> Result<(), Device
     Ok(())
 }
 
+/// A row whose first page is overwritten with NaN ends with that, at once and alone; and whoever holds the page next sees nothing of
+/// what is left in it.
+fn nan_row(driver: &mut Driver<CudaDevice>) -> Result<Result<(), String>, DeviceError> {
+    const VICTIM: u32 = 1;
+    let rows = driver.limits().slots_max.min(3);
+    if rows < 2 {
+        return Ok(Ok(()));
+    }
+    let mut decoded = |poisoned: bool| -> Result<Vec<StepBits>, DeviceError> {
+        driver.seat((0..rows).map(|row| script::plain_request(40 + row, 70)).collect(), 128);
+        driver.prefill(usize::MAX, |_| {})?;
+        if poisoned {
+            let page = driver.first_page(VICTIM as usize);
+            overwrite(&driver.device, page).map_err(DeviceError::Lost)?;
+        }
+        let mut steps = Vec::new();
+        driver.decode(4, |output| steps.push(output.into()))?;
+        Ok(steps)
+    };
+    let (clean, poisoned, after) = (decoded(false)?, decoded(true)?, decoded(false)?);
+    let others =
+        |step: &StepBits| step.records.iter().filter(|record| record.slot != VICTIM).cloned().collect::<Vec<_>>();
+    let victims: Vec<_> =
+        poisoned.iter().flat_map(|step| &step.records).filter(|record| record.slot == VICTIM).collect();
+    if victims.len() != 1 || victims[0].ended != Some(EndReason::Nan) {
+        return Ok(Err(format!("the row went on or ended otherwise: {victims:?}")));
+    }
+    if let Some((a, b)) = clean.iter().zip(&poisoned).find(|(a, b)| others(a) != others(b)) {
+        return Ok(Err(format!("a neighbour changed: {:?} against {:?}", others(a), others(b))));
+    }
+    let same = clean.iter().zip(&after).all(|(a, b)| a.records == b.records);
+    Ok(if same { Ok(()) } else { Err("a later holder of the page saw what was left in it".into()) })
+}
+
 /// Fills page 0, which only pad rows may read or write, with NaN bits.
 fn poison(device: &mut CudaDevice) -> Result<(), String> {
-    let pools: Vec<(String, usize)> = device
-        .buffers()
-        .iter()
-        .filter(|spec| spec.role == Role::Kv)
-        .map(|spec| (spec.name.clone(), spec.bytes() / spec.shape[0].max(1)))
-        .collect();
-    for (name, page_bytes) in pools {
-        device.write_buffer(&name, 0, &vec![0xff; page_bytes]).map_err(|e| e.to_string())?;
+    overwrite(device, 0)
+}
+
+/// Fills a page of every layer with NaN bits.
+fn overwrite(device: &CudaDevice, page: usize) -> Result<(), String> {
+    for spec in device.buffers().iter().filter(|spec| spec.role == Role::Kv) {
+        let page_bytes = spec.bytes() / spec.shape[0].max(1);
+        device.write_buffer(&spec.name, page * page_bytes, &vec![0xff; page_bytes]).map_err(|e| e.to_string())?;
     }
     Ok(())
 }

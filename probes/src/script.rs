@@ -182,7 +182,7 @@ fn decode<D: Device>(
     if bucket > 1 {
         driver.leave(0);
         times.extend(driver.decode(6, |output| seen.push(output.into()))?);
-        driver.join(0, request(1000 + bucket, 5), |output| seen.push(output.into()))?;
+        driver.join(0, request(1000 + bucket, 5), 1, |output| seen.push(output.into()))?;
         times.extend(driver.decode(6, |output| seen.push(output.into()))?);
     }
     Ok(())

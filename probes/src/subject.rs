@@ -7,6 +7,7 @@ use crate::cuda::{self, NoDevice};
 use crate::driver::Driver;
 use crate::evidence::{Draft, short_path};
 use serde_json::{Value, json};
+use slotgraph_graphs::cuda::CopyRates;
 use slotgraph_graphs::device::Device;
 use slotgraph_graphs::step::StepLimits;
 use slotgraph_runtime::checkpoint::Checkpoint;
@@ -39,13 +40,14 @@ pub struct Prepared {
     pub limits: StepLimits,
     /// What preparing it took.
     pub startup: Value,
-    /// Bytes a second of copies inside a GPU, read plus written.
-    pub copy_bytes_s: Option<f64>,
+    /// What copies of a GPU reach.
+    pub copies: Option<CopyRates>,
 }
 
 /// A GPU that was asked for and is not there is no mistake of the command's.
 fn refused(error: LoadError) -> ProbeError {
     match &error {
+        LoadError::Cuda(_) => ProbeError::Absent(error.to_string()),
         LoadError::Config(config) if config.flag == "--device" && config.value == "cuda" => {
             ProbeError::Absent(error.to_string())
         }
@@ -78,17 +80,17 @@ impl Subject {
     pub fn device(&self) -> Result<Prepared, NoDevice> {
         if self.config.device == DeviceKind::Cuda && self.config.ep == 1 {
             let mut device = cuda::prepare(self, self.config.cuda_graph, None)?;
-            let copy_bytes_s = cuda::copy_ceiling(&mut device);
+            let copies = device.copy_rates().ok();
             let limits = device.limits().clone();
             let startup = serde_json::to_value(device.report()).expect("a report is plain data");
-            return Ok(Prepared { device: Box::new(device), limits, startup, copy_bytes_s });
+            return Ok(Prepared { device: Box::new(device), limits, startup, copies });
         }
         let (device, ranks) =
             engine::device(&self.config, &self.checkpoint).map_err(|e| NoDevice::Failed(e.to_string()))?;
         let records: Vec<Value> =
             ranks.iter().map(|rank| serde_json::to_value(&rank.record).expect("a record is plain data")).collect();
         let limits = ranks[0].limits.clone();
-        Ok(Prepared { device, limits, startup: json!({ "ranks": records }), copy_bytes_s: None })
+        Ok(Prepared { device, limits, startup: json!({ "ranks": records }), copies: None })
     }
 
     /// The limits of the configured pool (CPU, bytes or pages).

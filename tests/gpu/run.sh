@@ -2,7 +2,7 @@
 # Everything that needs a GPU, from binaries that were built elsewhere. Evidence lands in OUT, one file a question; a table comes last.
 #
 # usage: [BIN=target/release] [OUT=probes/evidence/<gpu>] [LIMIT=540] [SLOTGRAPH_REQUIRE_GPU=1] tests/gpu/run.sh STAGE…
-# stages: check-ops exactness readiness bench attribution long doctor serve soak (or: all); a stage may name one model: exactness=tiny-llama3
+# stages: check-ops check-ops-shapes exactness lengths readiness bench bench-eager attribution long load sanitizer doctor serve soak (or: all); a stage may name one model: exactness=tiny-llama3
 # BIN holds slotgraph-probe (and slotgraph, for serve and soak). LIMIT: seconds that one probe may take.
 # Exit 0 if every probe passed, 1 if one failed, 3 if there is no GPU.
 set -uo pipefail
@@ -31,7 +31,7 @@ run() {
   [ $code -eq 0 ] || failed=1
   table+=$(printf '%-4s %4d s  %s' "$word" $((SECONDS - began)) "$name")$'\n'
   # The lines that say why, or how fast.
-  table+=$(grep -aE '^(BAD|FATAL|slotgraph-probe:|thread )|panicked|FAIL|BEYOND|NOT CAUGHT|skipped:|tok_s_|step_ms_.*_p50|copy_gb_s|ceiling_share|stamped_step|oracle_' "$out/$name.txt" \
+  table+=$(grep -aE '^(BAD|FATAL|slotgraph-probe:|thread )|panicked|FAIL|BEYOND|NOT CAUGHT|skipped:|tok_s_|step_ms_.*_p50|copy_gb_s|upload|weights_|ceiling_share|stamped_step|oracle_' "$out/$name.txt" \
     | cut -c1-420 | head -n "${LINES_EACH:-14}" | sed 's/^ */       /')$'\n'
 }
 
@@ -56,12 +56,33 @@ check_ops_shapes() {
 }
 
 exactness() {
-  local folder oracle mean
+  local folder oracle mean margin
   for folder in $(chosen "$models"); do
     oracle=${folder#shakespeare-}
-    case $folder in shakespeare-dsv2) mean=0.025 ;; shakespeare-qwen3) mean=0.020 ;; *) mean=0.1 ;; esac
+    # Small untrained routers are near ties: the CPU in contract precision flips over a margin of 1.11 there too.
+    case $folder in
+      shakespeare-dsv2) mean=0.025 margin=0.5 ;;
+      shakespeare-qwen3) mean=0.020 margin=0.5 ;;
+      tiny-dsv2-grouped) mean=0.1 margin=1.2 ;;
+      *) mean=0.1 margin=0.5 ;;
+    esac
     run "exactness-$folder" exactness "tests/models/$folder" --device cuda --kv-memory 2GiB \
-      --oracle "tests/oracle/$oracle.json" --mean-limit $mean
+      --oracle "tests/oracle/$oracle.json" --mean-limit $mean --margin-limit $margin
+  done
+}
+
+# No length is baked in: to the end of the context, graph against eager (hand case A3).
+lengths() {
+  local name
+  for name in $(chosen "$models"); do
+    case $name in shakespeare-*) ;; *) continue ;; esac
+    run "lengths-$name" exactness "tests/models/$name" --device cuda --kv-memory 2GiB --cases tests/cases/long.json \
+      --leg graph --leg scored --leg "graph, bucket 8" --leg "graph, beside 7"
+  done
+  for name in $(chosen "$shapes"); do
+    [ -d "tests/shapes/$name" ] || continue
+    run "lengths-$name" exactness "tests/shapes/$name" --load-format dummy --device cuda --max-model-len 8192 --max-slots 8 \
+      --cases tests/cases/long-8192.json --leg graph
   done
 }
 
@@ -69,7 +90,7 @@ readiness() {
   local name
   for name in $(chosen "$models"); do
     [ -d "tests/models/$name" ] || continue
-    run "readiness-$name" graph-readiness "tests/models/$name" --device cuda --kv-memory 2GiB
+    run "readiness-$name" graph-readiness "tests/models/$name" --device cuda --kv-memory 2GiB --replays 10000
   done
   for name in $(chosen "$shapes"); do
     [ -d "tests/shapes/$name" ] || continue
@@ -110,6 +131,34 @@ long() {
   done
 }
 
+# A real checkpoint of a real shape, read twice: the second read comes from the page cache.
+load() {
+  local folder=${CHECKPOINT:-/tmp/slotgraph-qwen3-4b}
+  [ -f "$folder/config.json" ] || "$probe" make-checkpoint tests/shapes/qwen3-4b "$folder" > "$out/make-checkpoint.log" 2>&1
+  # Never read: a folder of files must have one.
+  cp -n tests/models/shakespeare-qwen3/tokenizer.json "$folder/" 2> /dev/null
+  run load-first bench-decode "$folder" --device cuda --max-model-len 1024 --rows 1 --steps 32 --repeats 1
+  run load-second bench-decode "$folder" --device cuda --max-model-len 1024 --rows 1 --steps 32 --repeats 1 --min-load-share 0.6
+}
+
+# memcheck and racecheck on the smallest model, where the machine has the tool.
+sanitizer() {
+  local tool
+  if ! command -v compute-sanitizer > /dev/null; then
+    table+="skip          sanitizer: no compute-sanitizer on this machine"$'\n'
+    return
+  fi
+  for tool in memcheck racecheck; do
+    if compute-sanitizer --tool $tool --error-exitcode 9 "$bin/slotgraph" generate --model tests/models/tiny-dsv2-grouped \
+      --device cuda --cuda-graph=off --buckets 1,4,16 --prompt-ids 1,2,3,4,5 --max-tokens 4 > "$out/$tool.log" 2>&1; then
+      table+="pass          $tool"$'\n'
+    else
+      table+="FAIL          $tool: $(grep -aE 'ERROR SUMMARY|Error|error' "$out/$tool.log" | tail -n 1)"$'\n'
+      failed=1
+    fi
+  done
+}
+
 doctor() { run doctor doctor; }
 
 serve() {
@@ -125,12 +174,12 @@ soak() {
 }
 
 [ $# -gt 0 ] || { sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 2; }
-[ "$*" != all ] || set -- doctor check-ops check-ops-shapes exactness readiness bench bench-eager attribution long serve soak
+[ "$*" != all ] || set -- doctor check-ops check-ops-shapes exactness lengths readiness bench bench-eager attribution long load sanitizer serve soak
 for stage in "$@"; do
   only=''
   [ "$stage" = "${stage#*=}" ] || only=${stage#*=}
   case ${stage%%=*} in
-    check-ops | check-ops-shapes | exactness | readiness | bench | bench-eager | attribution | long | doctor | serve | soak)
+    check-ops | check-ops-shapes | exactness | lengths | readiness | bench | bench-eager | attribution | long | load | sanitizer | doctor | serve | soak)
       name=${stage%%=*}
       "${name//-/_}"
       ;;

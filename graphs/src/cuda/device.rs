@@ -110,6 +110,13 @@ impl CudaDevice {
         self.gpu.counters()
     }
 
+    /// Bytes that are free on the GPU now, whoever holds the rest.
+    pub fn free_memory(&self) -> Result<u64, CudaError> {
+        let doing = || "reading the free memory".to_owned();
+        self.gpu.bind().during(doing)?;
+        Ok(self.gpu.memory().during(doing)?.0)
+    }
+
     pub fn ledger_hash(&self) -> String {
         self.ledger.hash()
     }

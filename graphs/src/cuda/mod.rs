@@ -42,7 +42,7 @@ pub use modules::ModulesReport;
 pub use options::{CudaOptions, FREE_MIN, KV_MARGIN, KvMemory, LibraryReport, MemoryReport, PrepareReport};
 pub use prepare::{Allocated, Compiled, Loaded, Opened, Resolved, Warm};
 pub use probe::{NodeInfo, Observer, OpAt, Turn};
-pub use timing::{NodeTimes, OpTime};
+pub use timing::{CopyRates, NodeTimes, OpTime};
 pub use weights::{Progress, WeightsReport};
 
 #[cfg(test)]

@@ -8,12 +8,14 @@ use super::error::{CudaError, During};
 use super::gpu::fault;
 use super::graph::Graph;
 use super::launch::{Addresses, Call};
+use super::memory::PinnedMemory;
 use super::sabotage::copy_on_device;
 use crate::device::Device;
 use crate::step::{StepInput, StepOutput};
 use cudarc::driver::CudaEvent;
 use cudarc::driver::sys::CUevent_flags;
 use slotgraph_kernels::launch::{Arg, stamp};
+use slotgraph_kernels::{BufferId, Role};
 
 /// Name of the buffer that stamps are written to.
 const STAMPS: &str = "probe.stamps";
@@ -33,6 +35,15 @@ pub struct NodeTimes {
     /// From one stamp to the next with nothing between: part of every op's time below.
     pub stamp_us: f64,
     pub ops: Vec<OpTime>,
+}
+
+/// Bytes a second.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct CopyRates {
+    /// Inside the device, read plus written.
+    pub within_bytes_s: f64,
+    /// From pinned memory to the device.
+    pub upload_bytes_s: f64,
 }
 
 /// A graph with stamps, for the bucket that was timed last.
@@ -132,23 +143,43 @@ impl CudaDevice {
         Ok(Stamped { bucket: program.bucket, graph })
     }
 
-    /// Bytes a second, read plus written, of device copies: the first half of `buffer` onto its second, `times` times. The
-    /// best of them is the copy ceiling of this GPU at this moment.
-    pub fn time_copies(&mut self, buffer: &str, times: usize) -> Result<Vec<f64>, CudaError> {
+    /// What copies reach, at best of eight each: the ceilings that a step and a load are measured against. Copies parts of the
+    /// first layer's pages over others, so only a device that holds nothing yet may be asked.
+    pub fn copy_rates(&mut self) -> Result<CopyRates, CudaError> {
+        const TIMES: usize = 8;
+        const UPLOAD_BYTES: usize = 256 << 20;
         if self.in_flight() > 0 {
             return Err(CudaError::Unsupported("copies can be timed only while no step is in flight".into()));
         }
-        let doing = || format!("timing copies of {buffer}");
-        let id = self.arena.find(buffer).ok_or_else(|| CudaError::NoBuffer(buffer.into()))?;
+        let doing = || "timing copies".to_owned();
+        let pool = self.arena.specs.iter().position(|spec| spec.role == Role::Kv);
+        let id = BufferId(pool.ok_or_else(|| CudaError::NoBuffer("of pages".into()))? as u32);
         let address = self.arena.address(id).expect("a prepared device has its page pool");
         let half = self.arena.specs[id.0 as usize].bytes() / 2;
         self.gpu.bind().during(doing)?;
-        let stream = self.gpu.stream.clone();
-        let mark =
-            || stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(fault("cuEventRecord")).during(doing);
+        let best = |bytes: usize, seconds: Vec<f64>| bytes as f64 / seconds.into_iter().fold(f64::INFINITY, f64::min);
+        let within =
+            self.timed(TIMES, |_| copy_on_device(&self.gpu, address + half as u64, address, half).during(doing))?;
+        let upload_bytes = UPLOAD_BYTES.min(half);
+        let pinned = PinnedMemory::allocate(&self.gpu, upload_bytes / size_of::<u32>()).during(doing)?;
+        // SAFETY: the pool holds `upload_bytes`, the pinned block too, and `timed` waits for the copies before it is dropped.
+        let copy = |_| unsafe { self.gpu.copy_in(address, pinned.host(), upload_bytes) }.during(doing);
+        let upload = self.timed(TIMES, copy)?;
+        Ok(CopyRates { within_bytes_s: best(2 * half, within), upload_bytes_s: best(upload_bytes, upload) })
+    }
+
+    /// Seconds that each of `times` pieces of enqueued work took on the device. Waits for all.
+    fn timed(
+        &self,
+        times: usize,
+        mut enqueue: impl FnMut(usize) -> Result<(), CudaError>,
+    ) -> Result<Vec<f64>, CudaError> {
+        let doing = || "timing by events".to_owned();
+        let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
+        let mark = || self.gpu.stream.record_event(flags).map_err(fault("cuEventRecord")).during(doing);
         let mut marks = vec![mark()?];
-        for _ in 0..times {
-            copy_on_device(&self.gpu, address + half as u64, address, half).during(doing)?;
+        for at in 0..times {
+            enqueue(at)?;
             marks.push(mark()?);
         }
         self.gpu.wait().during(doing)?;
@@ -156,7 +187,7 @@ impl CudaDevice {
             let ms = pair[0].elapsed_ms(&pair[1]).map_err(fault("cuEventElapsedTime_v2")).during(doing)?;
             Ok(f64::from(ms) / 1e3)
         };
-        marks.windows(2).map(|pair| Ok(2.0 * half as f64 / seconds(pair)?.max(1e-9))).collect()
+        marks.windows(2).map(seconds).collect()
     }
 
     fn by_op(&self, index: usize, us: &[f64]) -> Vec<OpTime> {

@@ -38,14 +38,15 @@ pub struct Part {
 /// One bf16 step, relative to the value.
 const BF16_STEP: f64 = 1.0 / 128.0;
 
-/// The limit of a float output. Measured on an H200: see the evidence; a limit is at least four times the worst that was seen.
+/// The limit of a float output. Worst of five models on an H200: sums 9e-7 of their line, logprobs 7e-6 of themselves, bf16 values one
+/// step, in 0.02 % of the elements after a GEMM and in 0.05 % after attention. Wider models add more terms.
 fn near(op: &Op, dtype: DType) -> Rule {
     let (of_line, share) = match op {
         // Copies: the table's own bits.
         Op::Embed(_) => return Rule::Exact,
         // p is rounded to bf16 before it is summed, so a step of p moves the sum a little.
-        Op::MlaAttend(_) | Op::GqaAttend(_) => (4e-3, 0.1),
-        _ => (4e-5, 0.01),
+        Op::MlaAttend(_) | Op::GqaAttend(_) => (2e-3, 0.005),
+        _ => (1e-5, 0.003),
     };
     match dtype {
         DType::Bf16 => Rule::Near { rel: BF16_STEP, of_line, abs: 1e-30, share },
@@ -199,7 +200,7 @@ impl View<'_> {
         let live = self.live_logit_rows();
         let mut parts: Vec<Part> = [op.token, op.rank, op.nan].map(|id| self.exact_lines(id, live.clone())).into();
         // A log of a sum of exponentials: absolute, in nats.
-        let nats = Rule::Near { rel: 1e-6, of_line: 0.0, abs: 5e-5, share: 1.0 };
+        let nats = Rule::Near { rel: 1e-5, of_line: 0.0, abs: 5e-6, share: 1.0 };
         parts.push(Part { rule: nats, ..self.lines(op.logprob, live.clone()) });
         let top: Vec<(usize, Range<usize>)> = live
             .into_iter()

@@ -293,6 +293,7 @@ fn sampling(slot: usize, vocab: u32) -> SamplingSpec {
         8 => SamplingSpec { temperature: 1.3, top_p: 0.5, ..plain },
         9 => SamplingSpec { temperature: 0.2, top_k: 1, logprobs: Some(20), ..plain },
         10 => SamplingSpec { temperature: 2.0, top_k: 1000, min_p: 0.001, top_p: 0.99, logprobs: Some(0), ..plain },
-        _ => SamplingSpec { logit_bias: vec![(7, 30.0)], logprobs: Some(20), ..plain },
+        // A tie: next to such a bias every logit vanishes, and the lower id must win.
+        _ => SamplingSpec { logit_bias: vec![(7, 1e9), (4, 1e9)], logprobs: Some(20), ..plain },
     }
 }

@@ -22,11 +22,13 @@ pub struct Factor {
     pub neighbours: usize,
     /// Most prefill rows a step.
     pub chunk: usize,
+    /// Requests for one token that take the neighbour's seat one after the other while the case decodes.
+    pub joiners: usize,
 }
 
 impl Factor {
     /// The smallest bucket that fits, nobody else, prompts in steps as large as there are.
-    pub const PLAIN: Factor = Factor { bucket: 0, neighbours: 0, chunk: usize::MAX };
+    pub const PLAIN: Factor = Factor { bucket: 0, neighbours: 0, chunk: usize::MAX, joiners: 0 };
 }
 
 /// What a row answered.
@@ -90,14 +92,12 @@ pub fn run<D: Device>(
     case: &Case,
     factor: Factor,
 ) -> Result<CaseAnswer, DeviceError> {
-    let neighbour = |number: usize| Seated {
-        prompt: prompt_ids(scatter(number as u64 + 77), 5 + number % 20)
-            .into_iter()
-            .map(|id| id % vocab as u32)
-            .collect(),
-        sampling: Arc::new(SamplingSpec { ignore_eos: true, ..SamplingSpec::greedy(u32::MAX) }),
+    let stranger = |number: usize, tokens: usize, answer: u32| Seated {
+        prompt: prompt_ids(scatter(number as u64 + 77), tokens).into_iter().map(|id| id % vocab as u32).collect(),
+        sampling: Arc::new(SamplingSpec { ignore_eos: true, ..SamplingSpec::greedy(answer) }),
         choice: 0,
     };
+    let neighbour = |number: usize| stranger(number, 5 + number % 20, u32::MAX);
     let mut seated: Vec<Seated> = (0..factor.neighbours).map(neighbour).collect();
     let sampling = Arc::new(case.sampling.clone());
     // Rows of one prompt are its choices: each has noise of its own.
@@ -120,8 +120,15 @@ pub fn run<D: Device>(
         }
     };
     driver.bucket_floor = factor.bucket;
-    driver.seat(seated, longest + case.output_len + 1);
+    let context = (longest + case.output_len + 1).min(driver.limits().max_model_len);
+    driver.seat(seated, context);
     driver.prefill(factor.chunk, &mut hear)?;
+    for number in 0..factor.joiners {
+        // Lengths around a page, a few rows a step beside the case's own.
+        driver.leave(0);
+        let tokens = (1 + 16 * number).min(longest);
+        driver.join(0, stranger(1000 + number, tokens, 1), 24, &mut hear)?;
+    }
     driver.decode(case.output_len - 1, &mut hear)?;
     driver.bucket_floor = 0;
     let answer = |(ids, logprob_bits, ended): (Vec<u32>, Vec<u32>, Option<EndReason>)| {

@@ -23,9 +23,9 @@ pub struct Limits {
 
 impl Limits {
     /// fp32 against fp32, or the contract's rounding against fp32.
-    pub fn of(contract: bool, mean: Option<f64>) -> Limits {
-        let (margin, default) = if contract { (0.5, 0.025) } else { (2e-4, 1e-4) };
-        Limits { margin, mean: mean.unwrap_or(default) }
+    pub fn of(contract: bool, mean: Option<f64>, margin: Option<f64>) -> Limits {
+        let defaults = if contract { (0.5, 0.025) } else { (2e-4, 1e-4) };
+        Limits { margin: margin.unwrap_or(defaults.0), mean: mean.unwrap_or(defaults.1) }
     }
 }
 
@@ -68,7 +68,8 @@ pub fn judge(
     for (case, answer) in cases.iter().zip(answers) {
         let Some(oracle) = &case.oracle else { continue };
         let first_divergence = first_divergence(oracle, &answer.rows[0].ids);
-        if let Some((at, margin)) = first_divergence.filter(|(_, margin)| *margin > limits.margin) {
+        let is_gated = case.prompts[0].len() <= GATED_PROMPT;
+        if let Some((at, margin)) = first_divergence.filter(|(_, margin)| is_gated && *margin > limits.margin) {
             outside.push(format!("{}: token {at} over a margin of {margin}", case.id));
         }
         let sampling = Arc::new(case.sampling.clone());
@@ -81,7 +82,7 @@ pub fn judge(
         let flipped: Vec<f64> =
             records.iter().zip(&oracle.margin).filter(|(r, _)| r.rank != 1).map(|(_, margin)| *margin).collect();
         let largest = flipped.iter().copied().fold(0.0, f64::max);
-        if prompt_tokens <= GATED_PROMPT {
+        if is_gated {
             gated.extend(moved.iter().copied().zip(records.iter().zip(&oracle.margin).map(|(r, m)| (r.rank != 1, *m))));
         }
         judged.push(OracleCase {
@@ -130,7 +131,10 @@ impl Judgement {
         draft.check(
             "oracle_tokens",
             self.tokens_outside_margin.is_empty() && !self.cases.is_empty(),
-            first.unwrap_or_else(|| format!("{} cases, up to a margin of {}", self.cases.len(), limits.margin)),
+            first.unwrap_or_else(|| {
+                let gated = self.cases.iter().filter(|case| case.prompt_tokens <= GATED_PROMPT).count();
+                format!("{gated} of {} cases, up to a margin of {}", self.cases.len(), limits.margin)
+            }),
         );
         let positions = self.positions as u64;
         draft.metric(
