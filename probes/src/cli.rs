@@ -40,6 +40,8 @@ enum Command {
     Matrix(matrix::Args),
     Plan(plan::Args),
     Replay(replay::Args),
+    /// The server itself, as `slotgraph serve`: what a gate starts when it is given no server.
+    Serve(Box<slotgraph_server::cli::Serve>),
     Slo(slo::Args),
     Soak(soak::Args),
 }
@@ -89,6 +91,11 @@ pub fn gpu_is_required() -> bool {
 
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
+    if let Command::Serve(serve) = &cli.command {
+        // A probe that is killed takes its server along. Refused nowhere on Linux; without it the server outlives the probe.
+        let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
+        return slotgraph_server::serve::run(serve);
+    }
     let outcome = match &cli.command {
         Command::Attribution(args) => attribution::run(args),
         Command::BenchDecode(args) => bench_decode::run(args),
@@ -105,6 +112,7 @@ pub fn main() -> ExitCode {
         Command::Matrix(args) => over_http(matrix::run(args)),
         Command::Plan(args) => plan::run(args),
         Command::Replay(args) => replay::run(args),
+        Command::Serve(_) => unreachable!("a server is no probe"),
         Command::Soak(args) => over_http(soak::run(args)),
         Command::Slo(args) => over_http(slo::run(args)),
     };

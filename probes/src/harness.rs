@@ -1,4 +1,4 @@
-//! A server under test: started by the probe from the binary beside it, or given by its address.
+//! A server under test: started by the probe from its own binary, or given by its address.
 //!
 //! Used by every gate over HTTP. **Invariant:** a server that a probe started is stopped when the probe ends, however it ends; request ids
 //! are unique to a run, so that no older log can answer for it.
@@ -21,7 +21,7 @@ pub struct TargetArgs {
     /// A running server; without it the probe starts one. Its planted faults are then reported as skipped.
     #[arg(long, value_name = "http://HOST:PORT")]
     pub url: Option<String>,
-    /// The server's binary [default: slotgraph beside this one].
+    /// Another build of the server to start [default: this binary, so that probe and server are of one commit].
     #[arg(long, value_name = "FILE", conflicts_with = "url")]
     pub server_binary: Option<PathBuf>,
     /// Name to ask for [default: the first that the server lists].
@@ -120,13 +120,7 @@ impl TargetArgs {
         if let Some(binary) = &self.server_binary {
             return Ok(binary.clone());
         }
-        let here = std::env::current_exe().map_err(|e| ProbeError::Failed(e.to_string()))?;
-        let beside = here.with_file_name("slotgraph");
-        if beside.exists() {
-            Ok(beside)
-        } else {
-            Err(ProbeError::Usage(format!("{} is missing; build it or use --server-binary or --url", beside.display())))
-        }
+        std::env::current_exe().map_err(|e| ProbeError::Failed(e.to_string()))
     }
 
     /// What evidence says of the server's origin.

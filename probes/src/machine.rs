@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::fs::read_to_string;
+use std::time::Instant;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Machine {
@@ -46,6 +47,25 @@ impl Machine {
             Some(gpu) => gpu.model.split_whitespace().next_back().unwrap_or("gpu").to_lowercase(),
         }
     }
+}
+
+/// Milliseconds that a fixed piece of work takes now on every processor at once, the slowest of them: the mean of ten tries.
+///
+/// A busy or slow machine takes longer; limits of times that are set for one machine are carried to another by it.
+pub fn yardstick_ms() -> f64 {
+    const ROUNDS: u64 = 1 << 20;
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get()).min(16);
+    let work = |start: u64| (0..ROUNDS).fold(start, |word, _| crate::load::scatter(word));
+    let tries: Vec<f64> = (0..10)
+        .map(|_| {
+            let began = Instant::now();
+            std::thread::scope(|scope| {
+                (0..cores as u64).for_each(|core| drop(scope.spawn(move || std::hint::black_box(work(core)))));
+            });
+            began.elapsed().as_secs_f64() * 1e3
+        })
+        .collect();
+    crate::stats::Summary::of(&tries).mean
 }
 
 /// The value of the first line `name : value`.
@@ -96,5 +116,10 @@ mod tests {
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\nGCC version: 12\n";
         assert_eq!(driver_version(text), "580.159.04");
         assert!(Machine::read().cores >= 1);
+    }
+
+    #[test]
+    fn the_yardstick_is_a_time() {
+        assert!((0.1..10_000.0).contains(&yardstick_ms()));
     }
 }

@@ -37,6 +37,9 @@ pub struct Args {
     /// Most milliseconds from the reset of all of them to a quiet server.
     #[arg(long, default_value_t = 250.0)]
     collapse_ms: f64,
+    /// How often a scenario that was too slow may be tried: what is slow each time is the server's fault, not the machine's.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..))]
+    attempts: u8,
     /// Absolute deadline of a request, in seconds.
     #[arg(long, default_value_t = 60.0)]
     timeout: f64,
@@ -296,6 +299,7 @@ pub async fn run(args: &Args) -> Result<Outcome, ProbeError> {
     }
     draft.detail("scenarios", &reports);
     draft.detail("baseline", json!({"before": before, "after": after}));
+    drop(bench);
     draft.canary(leak_canary(args).await?);
     Ok(Outcome::Evidence(Box::new(draft.finish())))
 }

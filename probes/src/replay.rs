@@ -36,6 +36,9 @@ pub struct Args {
     regenerate: usize,
     #[arg(long, default_value_t = 0)]
     pick_seed: u64,
+    /// Run every step in this bucket; no answer may have been given in it.
+    #[arg(long, value_name = "ROWS")]
+    bucket: Option<usize>,
     #[command(flatten)]
     subject: SubjectArgs,
 }
@@ -72,6 +75,8 @@ struct Answer {
     sampling: SamplingSpec,
     tokens: Option<Vec<u32>>,
     logprobs: Option<Vec<f64>>,
+    /// Buckets of the steps that gave it.
+    buckets_used: Vec<usize>,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -79,6 +84,8 @@ struct Verified {
     request_id: String,
     how: &'static str,
     tokens: usize,
+    temperature: f32,
+    buckets_used: Vec<usize>,
     /// Why it is not the answer; None if it is.
     refused: Option<String>,
 }
@@ -103,6 +110,15 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
         contract_hash: draft.contract_hash.clone(),
         driver: prepared.into_driver(),
     };
+    if let Some(bucket) = args.bucket {
+        let known = &replayer.driver.limits().buckets;
+        if !known.contains(&bucket) {
+            return Err(ProbeError::Usage(format!("--bucket {bucket}: there are {known:?}")));
+        }
+        replayer.driver.bucket_floor = bucket;
+        let used = answers.iter().filter(|answer| answer.buckets_used.contains(&bucket)).count();
+        draft.check("in_another_bucket", used == 0, format!("{used} answers were given in bucket {bucket}"));
+    }
     let failed = |e: DeviceError| ProbeError::Failed(e.to_string());
     let mut rows = Vec::new();
     for (number, answer) in answers.iter().enumerate() {
@@ -124,6 +140,9 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
             None,
         );
     }
+    let greedy = rows.iter().filter(|row| row.temperature == 0.0).count();
+    draft.metric("answers_greedy", greedy as f64, "answers", 1, None);
+    draft.metric("answers_sampled", (rows.len() - greedy) as f64, "answers", 1, None);
     draft.canary(replayer.planted(&answers).map_err(failed)?);
     draft.detail("answers", &rows);
     Ok(Outcome::Evidence(Box::new(draft.finish())))
@@ -144,7 +163,14 @@ impl Replayer {
             None if can_verify => self.verify(answer)?,
             None => self.regenerate(answer)?,
         };
-        Ok(Verified { request_id: answer.id.clone(), how, tokens: answer.completion_tokens, refused })
+        Ok(Verified {
+            request_id: answer.id.clone(),
+            how,
+            tokens: answer.completion_tokens,
+            temperature: answer.sampling.temperature,
+            buckets_used: answer.buckets_used.clone(),
+            refused,
+        })
     }
 
     /// Why this trace cannot even be compared.
@@ -307,6 +333,9 @@ fn answer(
         sampling,
         tokens: line.and_then(|line| line.token_ids.clone()),
         logprobs: line.and_then(|line| line.logprobs.clone()),
+        buckets_used: trace.get("buckets_used").and_then(Value::as_array).map_or_else(Vec::new, |buckets| {
+            buckets.iter().filter_map(Value::as_u64).map(|bucket| bucket as usize).collect()
+        }),
         id,
     }))
 }

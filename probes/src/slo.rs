@@ -1,4 +1,4 @@
-//! slo: profiles of load against a budget file. Repeats, marks for noisy cells, percentiles, and one verdict a profile.
+//! slo: profiles of load against a budget file (`probes/slo/`). Repeats, marks for noisy cells, percentiles, and one verdict a profile.
 
 use crate::bench_http::{LoadArgs, describe_server, record};
 use crate::claim::{Claim, Label};
@@ -38,6 +38,10 @@ pub struct Budget {
     pub schema: u32,
     /// What the budget was set for.
     pub description: String,
+    /// `machine::yardstick_ms` of the machine that the limits are for: where it takes twice as long, so may everything else.
+    /// Without it the limits hold everywhere.
+    #[serde(default)]
+    pub yardstick_ms: Option<f64>,
     pub profiles: BTreeMap<String, Profile>,
 }
 
@@ -81,8 +85,12 @@ impl Profile {
 struct Row {
     profile: String,
     metric: String,
+    /// As measured.
     by_repeat: Vec<f64>,
+    /// Of the repeats, each divided by how much slower the machine was than the one that the budget is for.
     median: f64,
+    /// What is held against the budget: the median, or the least of a noisy cell, whose other repeats say more of the machine.
+    judged: f64,
     budget: f64,
     /// `stable`, `noisy` (repeats spread over more than a tenth of the median) or `insufficient_repeats`.
     noise: &'static str,
@@ -101,6 +109,9 @@ pub fn read_budget(path: &std::path::Path) -> Result<Budget, ProbeError> {
     for (name, profile) in &budget.profiles {
         if let Some(unknown) = profile.at_most.keys().find(|metric| value(&BLANK, metric).is_none()) {
             return Err(ProbeError::Usage(format!("--budget {}: {name}: no metric {unknown}", path.display())));
+        }
+        if budget.yardstick_ms.is_some_and(|reference| reference.is_nan() || reference <= 0.0) {
+            return Err(ProbeError::Usage(format!("--budget {}: yardstick_ms is a time", path.display())));
         }
         if profile.prompt_tokens.is_empty() || profile.at_most.is_empty() || profile.requests == 0 {
             return Err(ProbeError::Usage(format!("--budget {}: {name} asks for nothing", path.display())));
@@ -124,14 +135,17 @@ pub async fn run(args: &Args) -> Result<Outcome, ProbeError> {
         budget.profiles.iter().filter(|(name, _)| args.profile.is_empty() || args.profile.contains(name)).collect();
     let mut rows = Vec::new();
     let mut all_summaries: Vec<(String, Vec<LoadSummary>)> = Vec::new();
+    let mut paces = BTreeMap::new();
     for (name, profile) in &chosen {
         let arrivals = Arrivals::Closed(profile.concurrency);
         let timeout = Duration::from_secs_f64(profile.timeout_s);
-        let mut summaries = Vec::new();
+        let (mut summaries, mut pace) = (Vec::new(), Vec::new());
         // The first pass warms caches and is not counted.
         for repeat in 0..=args.repeats {
             let requests = profile.requests(&target, name, repeat, draft.seed);
+            let before = pace_of(budget.yardstick_ms);
             let result = load::run(&target.server, &requests, arrivals, timeout).await;
+            let after = pace_of(budget.yardstick_ms);
             let ids: Vec<String> = requests.iter().map(|request| request.id.clone()).collect();
             let missing = target.missing_traces(&ids, Duration::from_secs(5)).await?;
             if repeat == 0 {
@@ -143,59 +157,70 @@ pub async fn run(args: &Args) -> Result<Outcome, ProbeError> {
                 format!("{} of {} traced", ids.len() - missing.len(), ids.len()),
             );
             summaries.push(result.summary());
+            pace.push((before + after) / 2.0);
         }
         record(&mut draft, &format!("_{name}"), &summaries, profile.requests);
-        rows.extend(judge(name, profile, &summaries, args.scale));
+        rows.extend(judge(name, profile, &summaries, &pace, args.scale));
+        paces.insert(name.to_string(), pace);
         all_summaries.push((name.to_string(), summaries));
     }
     for row in &rows {
-        let detail = format!("{:.2} of at most {:.2} ({})", row.median, row.budget, row.noise);
+        let detail =
+            format!("{:.2} of at most {:.2} ({}, median {:.2})", row.judged, row.budget, row.noise, row.median);
         draft.check(&format!("budget_{}_{}", row.profile, row.metric), row.passed, detail);
     }
     draft.canary(halved_budget_canary(&chosen, &all_summaries));
     draft.detail("rows", &rows);
+    draft.detail("pace", &paces);
     draft.detail("profiles", &all_summaries);
     Ok(Outcome::Evidence(Box::new(draft.finish())))
 }
 
-fn judge(name: &str, profile: &Profile, summaries: &[LoadSummary], scale: f64) -> Vec<Row> {
+/// How many times as long this machine takes now as the one that a budget is for.
+fn pace_of(yardstick_ms: Option<f64>) -> f64 {
+    yardstick_ms.map_or(1.0, |reference| crate::machine::yardstick_ms() / reference)
+}
+
+/// `pace` is of each repeat.
+fn judge(name: &str, profile: &Profile, summaries: &[LoadSummary], pace: &[f64], scale: f64) -> Vec<Row> {
     profile
         .at_most
         .iter()
         .map(|(metric, limit)| {
             let by_repeat: Vec<f64> = summaries.iter().filter_map(|summary| value(summary, metric)).collect();
-            let sorted = crate::stats::Summary::of(&by_repeat);
+            let paced: Vec<f64> = by_repeat.iter().zip(pace).map(|(value, pace)| value / pace).collect();
+            let sorted = crate::stats::Summary::of(&paced);
             let spread = (sorted.max - sorted.min) / sorted.p50.max(f64::MIN_POSITIVE);
             let budget = limit * scale;
+            let noise = match by_repeat.len() {
+                0 | 1 => "insufficient_repeats",
+                _ if spread > STABLE_SPREAD => "noisy",
+                _ => "stable",
+            };
+            let judged = if noise == "noisy" { sorted.min } else { sorted.p50 };
             Row {
                 profile: name.into(),
                 metric: metric.clone(),
                 median: sorted.p50,
+                judged,
                 budget,
-                noise: match by_repeat.len() {
-                    0 | 1 => "insufficient_repeats",
-                    _ if spread > STABLE_SPREAD => "noisy",
-                    _ => "stable",
-                },
+                noise,
                 tail_sample_sufficient: summaries.iter().all(|summary| samples(summary, metric) >= 30),
-                passed: !by_repeat.is_empty()
-                    && sorted.n == summaries.len()
-                    && sorted.p50 > 0.0
-                    && sorted.p50 <= budget,
+                passed: !by_repeat.is_empty() && sorted.n == summaries.len() && judged > 0.0 && judged <= budget,
                 by_repeat,
             }
         })
         .collect()
 }
 
-/// The measured loads against budgets that none can keep: a thousandth of what was seen.
+/// The measured loads against budgets that none of them kept: half of the least that was seen.
 fn halved_budget_canary(chosen: &[(&String, &Profile)], summaries: &[(String, Vec<LoadSummary>)]) -> Canary {
     let caught = chosen.iter().zip(summaries).all(|((name, profile), (_, seen))| {
         let mut impossible = (*profile).clone();
         for (metric, limit) in &mut impossible.at_most {
             *limit = seen.iter().filter_map(|summary| value(summary, metric)).fold(f64::INFINITY, f64::min) / 2.0;
         }
-        judge(name, &impossible, seen, 1.0).iter().all(|row| !row.passed)
+        judge(name, &impossible, seen, &vec![1.0; seen.len()], 1.0).iter().all(|row| !row.passed)
     });
     Canary::planted("budgets of half of what was measured", caught)
 }

@@ -3,7 +3,8 @@
 #
 # usage: [BIN=target/release] [OUT=probes/evidence/<gpu>] [LIMIT=540] [SLOTGRAPH_REQUIRE_GPU=1] tests/gpu/run.sh STAGE…
 # stages: check-ops check-ops-shapes exactness lengths readiness bench bench-eager attribution long load sanitizer doctor serve soak (or: all); a stage may name one model: exactness=tiny-llama3
-# BIN holds slotgraph-probe (and slotgraph, for serve and soak). LIMIT: seconds that one probe may take.
+# gates: serve and soak at once, for a tighter budget of time.
+# BIN holds slotgraph-probe, which starts servers too (and slotgraph, for sanitizer). LIMIT: seconds that one probe may take.
 # Exit 0 if every probe passed, 1 if one failed, 3 if there is no GPU.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -161,25 +162,83 @@ sanitizer() {
 
 doctor() { run doctor doctor; }
 
+# start NAME ARGUMENTS…: as `run`, in the background; `finish` waits for all of them.
+started=()
+start() {
+  (
+    failed=0 table=''
+    run "$@"
+    printf '%s' "$table" > "$out/$1.table"
+    exit $failed
+  ) &
+  started+=("$!=$1")
+}
+finish() {
+  local one
+  for one in "${started[@]}"; do
+    wait "${one%%=*}" || failed=1
+    table+=$(cat "$out/${one#*=}.table")$'\n'
+    rm -f "$out/${one#*=}.table"
+  done
+  started=()
+}
+
+# The server's flags for the demo model and for a real shape, so that two servers of each fit into one GPU beside one another.
+demo=(--device cuda --kv-memory 2GiB --prefill-chunk 64)
+large=(tests/shapes/deepseek-v2-lite --load-format dummy --device cuda --max-model-len 2048 --kv-memory 9GiB --prefill-chunk 128)
+
+start_reliability() {
+  start reliability http-reliability -- "${demo[@]}"
+  start reliability-deepseek-v2-lite http-reliability --timeout 120 -- "${large[@]}"
+}
+
+# Six minutes; the planted leak is one page every ten seconds, so that its soak is short.
+start_soak() {
+  kept=$(mktemp -d)
+  local soak=(soak --duration 360 --bucket 20 --settle 60 --canary 16 --leak-every 10 --timeout 120)
+  start soak "${soak[@]}" --keep "$kept/demo" -- "${demo[@]}"
+  start soak-deepseek-v2-lite "${soak[@]}" --keep "$kept/large" -- "${large[@]}"
+}
+
+# Answers of both soaks: verified in one pass each, in a bucket that the soak never used, and some of them generated again.
+start_replay() {
+  local replay=(--limit 100 --regenerate 20)
+  start replay replay "$kept/demo/traces.jsonl" --prompt-file "$kept/demo/prompts.jsonl" "${replay[@]}" \
+    --device cuda --kv-memory 2GiB
+  start replay-deepseek-v2-lite replay "$kept/large/traces.jsonl" --prompt-file "$kept/large/prompts.jsonl" \
+    "${replay[@]}" "${large[@]}"
+}
+
 serve() {
-  run reliability http-reliability -- --device cuda
-  run bench-http bench-http --concurrency 32 --num-requests 256 -- --device cuda
-  run bench-http-deepseek-v2-lite bench-http --concurrency 32 --num-requests 256 -- \
-    tests/shapes/deepseek-v2-lite --load-format dummy --device cuda --max-model-len 8192
+  start_reliability
+  finish
+  run bench-http bench-http --concurrency 32 --num-requests 256 -- "${demo[@]}"
+  run bench-http-deepseek-v2-lite bench-http --concurrency 32 --num-requests 256 -- "${large[@]}"
 }
 
 soak() {
-  run soak soak --duration 360 --bucket 20 --settle 60 --keep "$out/soak-answers" -- --device cuda
-  run replay replay "$out/soak-answers/traces.jsonl" --prompt-file "$out/soak-answers/prompts.jsonl" --limit 100 --regenerate 20 --device cuda
+  LIMIT=${SOAK_LIMIT:-480} start_soak
+  finish
+  start_replay
+  finish
 }
 
-[ $# -gt 0 ] || { sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 2; }
+# Reliability and soak of both models at once: about 400 s.
+gates() {
+  LIMIT=${SOAK_LIMIT:-480} start_soak
+  start_reliability
+  finish
+  start_replay
+  finish
+}
+
+[ $# -gt 0 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
 [ "$*" != all ] || set -- doctor check-ops check-ops-shapes exactness lengths readiness bench bench-eager attribution long load sanitizer serve soak
 for stage in "$@"; do
   only=''
   [ "$stage" = "${stage#*=}" ] || only=${stage#*=}
   case ${stage%%=*} in
-    check-ops | check-ops-shapes | exactness | lengths | readiness | bench | bench-eager | attribution | long | load | sanitizer | doctor | serve | soak)
+    check-ops | check-ops-shapes | exactness | lengths | readiness | bench | bench-eager | attribution | long | load | sanitizer | doctor | serve | soak | gates)
       name=${stage%%=*}
       "${name//-/_}"
       ;;

@@ -132,7 +132,7 @@ pub enum Leave {
     AfterHeaders,
     /// After this many token events.
     AfterTokens(usize),
-    /// This long after the request was handed to the socket, whatever came until then.
+    /// This long after the status line, whatever came until then: a streamed request that was accepted, so that it must have its trace.
     After(Duration),
 }
 
@@ -142,16 +142,7 @@ impl Connection {
     pub async fn completion(&mut self, body: &Value, id: &str, leave: Leave, deadline: Instant) -> Completion {
         let mut seen = Completion::begun(Instant::now());
         let headers: &[(&str, &str)] = if id.is_empty() { &[] } else { &[("x-request-id", id)] };
-        let until = match leave {
-            Leave::After(delay) => deadline.min(seen.sent + delay),
-            _ => deadline,
-        };
-        if let Err(error) = self.follow(body, headers, leave, until, &mut seen).await {
-            if until < deadline && matches!(error, ClientError::Deadline) {
-                seen.outcome = Outcome::Left;
-                seen.ended = Instant::now();
-                return seen;
-            }
+        if let Err(error) = self.follow(body, headers, leave, deadline, &mut seen).await {
             seen.outcome = if matches!(error, ClientError::Deadline) { Outcome::Timeout } else { Outcome::Failed };
             seen.error = Some(error.to_string());
             seen.ended = Instant::now();
@@ -184,8 +175,21 @@ impl Connection {
             seen.ended = Instant::now();
             return Ok(());
         }
+        let until = match leave {
+            Leave::After(delay) => deadline.min(Instant::now() + delay),
+            _ => deadline,
+        };
         let mut done = false;
-        while let Some(event) = stream.next(deadline).await? {
+        loop {
+            let event = match stream.next(until).await {
+                Err(ClientError::Deadline) if until < deadline => {
+                    seen.ended = Instant::now();
+                    seen.outcome = Outcome::Left;
+                    return Ok(());
+                }
+                event => event?,
+            };
+            let Some(event) = event else { break };
             seen.ended = event.at;
             if done {
                 return Err(ClientError::Stream("an event after [DONE]".into()));

@@ -19,7 +19,7 @@ pub async fn cancel_disconnect(bench: &Bench<'_>) -> Result<Report, ProbeError> 
     let long_prompt = bench.target.max_model_len - 600;
     let requests = [
         bench.request(NAME, 0, 8, 400, Leave::AfterTokens(1)),
-        bench.request(NAME, 1, long_prompt, 400, Leave::After(Duration::from_millis(5))),
+        bench.request(NAME, 1, long_prompt, 400, Leave::After(Duration::from_millis(2))),
         bench.request(NAME, 2, 8, 24, Leave::Never),
         bench.request(NAME, 3, 8, bench.target.max_model_len - 16, Leave::Never),
     ];

@@ -6,6 +6,7 @@ use crate::client::{Close, Leave, Outcome};
 use crate::load::LoadRequest;
 use crate::scrape::Baseline;
 use crate::stats::{Summary, median};
+use serde::Serialize;
 use serde_json::Value;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -23,13 +24,67 @@ async fn ttfts(bench: &Bench<'_>, name: &str, count: usize) -> Vec<f64> {
 }
 
 /// A thousand streaming clients reset at once: the server is quiet within the limit and as fast as before.
+///
+/// What took too long is tried again with a new storm: a busy machine can slow one, a backlog or a leak slows every one.
 pub async fn reset_storm(bench: &Bench<'_>) -> Result<Report, ProbeError> {
     const NAME: &str = "reset_storm";
     let mut report = Report::new(NAME);
+    let (mut traced, mut rounds) = (Vec::new(), Vec::new());
+    for round in 0..usize::from(bench.args.attempts) {
+        let storm = storm(bench, round, &mut traced).await?;
+        report.expect(storm.all_live, format!("{} clients were never live at once", bench.args.storm));
+        let late = storm.late(bench.args.collapse_ms);
+        rounds.push(storm);
+        match late {
+            None => break,
+            Some(late) if round + 1 == usize::from(bench.args.attempts) => report.expect(false, late),
+            Some(_) => {}
+        }
+    }
+    report.detail("rounds", serde_json::to_value(&rounds).expect("rounds are plain data"));
+    bench.finish(report, &[], &traced).await
+}
+
+/// One storm and the requests around it.
+#[derive(Clone, Debug, Serialize)]
+struct Storm {
+    all_live: bool,
+    /// From the first reset until all were sent.
+    resets_sent_ms: f64,
+    /// From the first reset to a server that was seen quiet; None if it never was.
+    collapse_ms: Option<f64>,
+    /// Medians of 20 requests, one after the other.
+    ttft_ms_p50_before: f64,
+    ttft_ms_p50_after: f64,
+    /// Answers that those medians are of.
+    answered: usize,
+}
+
+impl Storm {
+    /// What took too long, if anything did.
+    fn late(&self, limit_ms: f64) -> Option<String> {
+        let (was, is) = (self.ttft_ms_p50_before, self.ttft_ms_p50_after);
+        match self.collapse_ms {
+            None => Some("never quiet after the reset".into()),
+            Some(took) if took > limit_ms => {
+                Some(format!("quiet {took:.0} ms after the reset, at most {limit_ms} wanted"))
+            }
+            _ if self.answered != 40 => Some(format!("{} of 40 requests around the storm answered", self.answered)),
+            _ if is > was + (0.2 * was).max(3.0) => {
+                Some(format!("median TTFT {is:.2} ms after the storm, {was:.2} before"))
+            }
+            _ => None,
+        }
+    }
+}
+
+async fn storm(bench: &Bench<'_>, round: usize, traced: &mut Vec<String>) -> Result<Storm, ProbeError> {
     let clients = bench.args.storm;
-    let before = ttfts(bench, "storm-before", 20).await;
+    let before = ttfts(bench, &format!("storm-before{round}"), 20).await;
+    let tokens = bench.target.max_model_len - 16;
+    let name = format!("reset_storm{round}");
     let requests: Vec<LoadRequest> =
-        (0..clients).map(|number| bench.request(NAME, number, 8, 1000, Leave::Never)).collect();
+        (0..clients).map(|number| bench.request(&name, number, 8, tokens, Leave::Never)).collect();
     let mut storm = tokio::task::JoinSet::new();
     let deadline = bench.deadline();
     for request in requests.clone() {
@@ -42,32 +97,24 @@ pub async fn reset_storm(bench: &Bench<'_>) -> Result<Report, ProbeError> {
     }
     let live =
         |s: &crate::scrape::Scrape| s.sum("vllm:num_requests_running", &[]) + s.sum("vllm:num_requests_waiting", &[]);
-    let all = bench.wait_for(Duration::from_secs(20), |s| live(s) >= clients as f64).await;
-    report.expect(all.is_some(), format!("{clients} clients were never live at once"));
+    let all_live = bench.wait_for(bench.timeout(), |s| live(s) >= clients as f64).await.is_some();
     let reset = Instant::now();
     storm.shutdown().await;
     let sent = reset.elapsed();
     let limit = Duration::from_secs(5);
     let quiet = Baseline::wait_quiet(&bench.target.server, bench.target.pid(), &bench.quiet, limit).await;
-    let collapse = quiet.map(|_| (reset.elapsed().as_secs_f64()) * 1e3);
-    report.detail("resets_sent_ms", sent.as_secs_f64() * 1e3);
-    match collapse {
-        Ok(collapse) => {
-            report.detail("collapse_ms", collapse);
-            let limit = bench.args.collapse_ms;
-            report.expect(collapse <= limit, format!("quiet {collapse:.0} ms after the reset, at most {limit} wanted"));
-        }
-        Err(last) => report.expect(false, format!("not quiet {limit:?} after the reset: {last:?}")),
-    }
-    let after = ttfts(bench, "storm-after", 20).await;
-    let (was, is) = (median(&before), median(&after));
-    report.detail("ttft_ms_p50_before", was);
-    report.detail("ttft_ms_p50_after", is);
-    let allowed = was + (0.2 * was).max(3.0);
-    report.expect(before.len() == 20 && after.len() == 20, "a request around the storm had no token");
-    report.expect(is <= allowed, format!("median TTFT {is:.2} ms after the storm, {was:.2} before"));
-    let traced: Vec<String> = requests.into_iter().map(|request| request.id).collect();
-    bench.finish(report, &[], &traced).await
+    let collapse = reset.elapsed();
+    let after = ttfts(bench, &format!("storm-after{round}"), 20).await;
+    traced.extend(requests.into_iter().map(|request| request.id));
+    let ms = |time: Duration| time.as_secs_f64() * 1e3;
+    Ok(Storm {
+        all_live,
+        resets_sent_ms: ms(sent),
+        collapse_ms: quiet.ok().map(|_| ms(collapse)),
+        ttft_ms_p50_before: median(&before),
+        ttft_ms_p50_after: median(&after),
+        answered: before.len() + after.len(),
+    })
 }
 
 /// A client that never reads is bounded and cut; its neighbours keep their pace.
@@ -93,13 +140,10 @@ pub async fn slow_reader(bench: &Bench<'_>) -> Result<Report, ProbeError> {
     let mut socket = open_stalled(bench, &stalled).await?;
     let beside = bench.all_at_once(&neighbours(1)).await;
     let rss_after = bench.target.baseline().await?.rss_bytes;
-    let (with, without) = (gaps(&beside), gaps(&alone));
-    report.detail("itl_ms_p50_with", with.p50);
-    report.detail("itl_ms_p50_without", without.p50);
-    report.expect(
-        with.p50 <= 1.2 * without.p50 + 1.0,
-        format!("ITL {:.2} ms beside it, {:.2} without", with.p50, without.p50),
-    );
+    let (with, without) = (gaps(&beside).p50, gaps(&alone).p50);
+    let keeps_pace = |without: f64| with <= 1.2 * without + 1.0;
+    report.detail("itl_ms_p50_with", with);
+    report.detail("itl_ms_p50_without", without);
     let grown = rss_after.saturating_sub(rss_before);
     report.detail("rss_growth_bytes", grown);
     report.expect(grown < 8 << 20, format!("{grown} bytes more for one stalled client"));
@@ -116,6 +160,21 @@ pub async fn slow_reader(bench: &Bench<'_>) -> Result<Report, ProbeError> {
     traced.push(stalled.id.clone());
     let mut seen = alone;
     seen.extend(beside);
+    if !keeps_pace(without) {
+        // Slow beside it, or slow by now? The same streams without it tell a bad neighbour from a busy machine.
+        let mut plain = neighbours(2);
+        plain.push(bench.request(NAME, 2, 16, 512, Leave::Never));
+        let again = bench.all_at_once(&plain).await;
+        let without_again = gaps(&again).p50;
+        report.detail("itl_ms_p50_without_again", without_again);
+        report.expect(
+            keeps_pace(without_again),
+            format!("ITL {with:.2} ms beside it, {without:.2} before and {without_again:.2} after without"),
+        );
+        traced.extend(plain.into_iter().map(|request| request.id));
+        seen.extend(again);
+    }
+    let asked = seen.len();
     let mut report = bench.finish(report, &seen, &traced).await?;
     let traces = bench.target.traces().await?;
     let reason = traces.get(&stalled.id).and_then(|t| t[0].get("terminal_reason")).and_then(Value::as_str);
@@ -123,7 +182,7 @@ pub async fn slow_reader(bench: &Bench<'_>) -> Result<Report, ProbeError> {
         if complete { reason.is_some_and(|r| r.starts_with("completed")) } else { reason == Some("cancelled") };
     report.expect(agrees, format!("the stream was complete: {complete}, its trace says {reason:?}"));
     let done = seen.iter().filter(|c| c.outcome == Outcome::Completed).count();
-    report.expect(done == 2 * NEIGHBOURS + 1, format!("{done} neighbours completed"));
+    report.expect(done == asked, format!("{done} of {asked} neighbours completed"));
     report.passed = report.failures.is_empty();
     Ok(report)
 }
