@@ -276,32 +276,52 @@ pub async fn run(args: &Args) -> Result<Outcome, ProbeError> {
         "target": args.target.config(), "model": bench.target.model, "storm": args.storm,
         "collapse_ms": args.collapse_ms, "slots": bench.slots,
     });
-    let before = bench.target.baseline().await?;
-    let mut reports = Vec::new();
+    let before = Held::by(&bench.target).await?;
+    let (mut reports, mut after) = (Vec::new(), None);
     for name in SCENARIOS.iter().filter(|name| args.scenario.is_empty() || args.scenario.iter().any(|s| s == *name)) {
         let report = match *name {
             "engine_restart" if !args.target.starts_its_own() => continue,
-            "engine_restart" => scenarios::engine_restart(&mut bench).await?,
+            "engine_restart" => {
+                // The last of the process that `before` is of.
+                after = Some(Held::by(&bench.target).await?);
+                scenarios::engine_restart(&mut bench).await?
+            }
             name => play(&bench, name).await?,
         };
         let summary = report.failures.first().cloned().unwrap_or_else(|| format!("{:?}", report.counts));
         draft.check(name, report.passed, summary);
         reports.push(report);
     }
-    let after = bench.target.baseline().await?;
-    let restarted = reports.iter().any(|report| report.name == "engine_restart");
-    if bench.target.pid().is_some() && !restarted {
-        draft.check(
-            "descriptors_flat",
-            after.fds <= before.fds + 2,
-            format!("{} before, {} after", before.fds, after.fds),
-        );
+    let after = match after {
+        Some(after) => after,
+        None => Held::by(&bench.target).await?,
+    };
+    if bench.target.pid().is_some() {
+        let (before, after) = (before.baseline.fds, after.baseline.fds);
+        draft.check("descriptors_flat", after <= before + 2, format!("{before} before, {after} after"));
+    }
+    if let (Some(before), Some(after)) = (before.device_mib, after.device_mib) {
+        draft.check("device_memory_flat", after <= before, format!("{before} MiB before, {after} after"));
     }
     draft.detail("scenarios", &reports);
     draft.detail("baseline", json!({"before": before, "after": after}));
     drop(bench);
     draft.canary(leak_canary(args).await?);
     Ok(Outcome::Evidence(Box::new(draft.finish())))
+}
+
+/// What a server that does nothing holds.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Held {
+    baseline: Baseline,
+    device_mib: Option<u64>,
+}
+
+impl Held {
+    async fn by(target: &Target) -> Result<Held, ProbeError> {
+        let device_mib = target.pid().and_then(crate::scrape::device_mib);
+        Ok(Held { baseline: target.baseline().await?, device_mib })
+    }
 }
 
 async fn play(bench: &Bench<'_>, name: &str) -> Result<Report, ProbeError> {

@@ -45,6 +45,10 @@ pub struct Args {
     /// Seconds before memory is compared.
     #[arg(long, default_value_t = 180)]
     settle: u64,
+    /// Most that a latency may grow, or throughput fall, from the first quarter to the last, as a share. For a machine that does nothing
+    /// else meanwhile.
+    #[arg(long, value_name = "SHARE")]
+    max_drift: Option<f64>,
     /// Writes traces.jsonl and prompts.jsonl of completed answers here, for replay.
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
@@ -79,7 +83,8 @@ pub async fn run(args: &Args) -> Result<Outcome, ProbeError> {
     draft.seed = args.seed;
     draft.config = json!({
         "target": args.target.config(), "model": target.model, "duration_s": args.duration, "bucket_s": args.bucket,
-        "concurrency": args.concurrency, "cancels": args.cancels, "timeout_s": args.timeout,
+        "concurrency": args.concurrency, "cancels": args.cancels, "timeout_s": args.timeout, "settle_s": args.settle,
+        "max_drift": args.max_drift,
     });
     let started = Instant::now();
     let soaked = soak(args, &target).await?;
@@ -102,7 +107,9 @@ async fn soak(args: &Args, target: &Target) -> Result<Soaked, ProbeError> {
     let started = Instant::now();
     let buckets = (args.duration / args.bucket) as usize;
     for number in 0..buckets {
-        let until = started + Duration::from_secs(args.bucket * (number as u64 + 1));
+        // A bucket that overran leaves the next one half of its time at least: no bucket is empty.
+        let due = started + Duration::from_secs(args.bucket * (number as u64 + 1));
+        let until = due.max(Instant::now() + Duration::from_secs(args.bucket) / 2);
         let streams = args.concurrency[number % args.concurrency.len()];
         let begun = Instant::now();
         let sent = work(args.into(), target, number, streams, until).await;
@@ -119,6 +126,7 @@ async fn soak(args: &Args, target: &Target) -> Result<Soaked, ProbeError> {
         let after = After {
             ends: started.elapsed(),
             baseline,
+            device_mib: target.pid().and_then(crate::scrape::device_mib),
             quiet: calm.is_ok(),
             missing_traces: missing.len(),
             clean_follow_up: follow_up == canary && canary.is_some(),
@@ -204,6 +212,15 @@ fn judge(draft: &mut Draft, args: &Args, soaked: &Soaked, lasted: f64) {
     }
     if let Some(fds) = drift.get("fds") {
         draft.metric("fd_growth", fds.last - fds.first, "descriptors", settled.len() as u64, Some(Limit::AtMost(0.0)));
+    }
+    if let Some(device) = drift.get("device_mib").filter(|_| all(|b| b.device_mib.is_some())) {
+        let grown = device.last - device.first;
+        draft.metric("device_memory_growth_mib", grown, "MiB", settled.len() as u64, Some(Limit::AtMost(0.0)));
+    }
+    for name in ["ttft_ms_p95", "tpot_ms_p95", "itl_ms_p95", "tok_s"] {
+        let (Some(most), Some(seen)) = (args.max_drift, drift.get(name)) else { continue };
+        let worse = if name == "tok_s" { -seen.change } else { seen.change };
+        draft.metric(&format!("drift_{name}"), worse, "share", settled.len() as u64, Some(Limit::AtMost(most)));
     }
     draft.metric("requests", sent as f64, "requests", buckets.len() as u64, None);
     draft.metric(

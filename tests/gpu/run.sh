@@ -195,7 +195,7 @@ start_reliability() {
 # Six minutes; the planted leak is one page every ten seconds, so that its soak is short.
 start_soak() {
   kept=$(mktemp -d)
-  local soak=(soak --duration 360 --bucket 20 --settle 60 --canary 16 --leak-every 10 --timeout 120)
+  local soak=(soak --duration 360 --bucket 20 --settle 60 --canary 16 --leak-every 10 --timeout 120 --max-drift 0.5)
   start soak "${soak[@]}" --keep "$kept/demo" -- "${demo[@]}"
   start soak-deepseek-v2-lite "${soak[@]}" --keep "$kept/large" -- "${large[@]}"
 }

@@ -27,6 +27,8 @@ pub struct Bucket {
     pub tpot_ms: Summary,
     pub itl_ms: Summary,
     pub baseline: Baseline,
+    /// GPU memory of the server, where it can be told.
+    pub device_mib: Option<u64>,
     /// Whether the drained server held exactly what it held before the soak.
     pub quiet: bool,
     pub clean_follow_up: bool,
@@ -37,6 +39,7 @@ pub struct After {
     /// Since the first bucket began.
     pub ends: Duration,
     pub baseline: Baseline,
+    pub device_mib: Option<u64>,
     pub quiet: bool,
     pub missing_traces: usize,
     pub clean_follow_up: bool,
@@ -64,6 +67,7 @@ impl Bucket {
             tpot_ms: Summary::of(&done().filter_map(|c| c.tpot()).map(ms).collect::<Vec<_>>()),
             itl_ms: Summary::of(&done().flat_map(|c| c.gaps()).map(ms).collect::<Vec<_>>()),
             baseline: after.baseline,
+            device_mib: after.device_mib,
             quiet: after.quiet,
             clean_follow_up: after.clean_follow_up,
         }
@@ -109,6 +113,7 @@ pub fn drift(buckets: &[&Bucket]) -> BTreeMap<&'static str, Drift> {
     BTreeMap::from([
         ("rss_bytes", of(|b| b.baseline.rss_bytes as f64)),
         ("fds", of(|b| b.baseline.fds as f64)),
+        ("device_mib", of(|b| b.device_mib.unwrap_or_default() as f64)),
         ("qps", of(|b| b.qps)),
         ("tok_s", of(|b| b.tok_s)),
         ("ttft_ms_p95", of(|b| b.ttft_ms.p95)),
