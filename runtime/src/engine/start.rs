@@ -153,7 +153,9 @@ fn engine_thread(
     let clock = SystemClock;
     let (handle, inbox) = EngineHandle::connect(load.clone(), options.slots_max + options.max_queue, ranks);
     let scheduler = Scheduler::new(options_of_scheduler, load.clone(), observer, Epoch::new(clock.now()));
-    let engine = Engine::new(scheduler, device, clock, inbox, load.clone(), faults, launch_ahead);
+    let mut engine = Engine::new(scheduler, device, clock, inbox, load.clone(), faults, launch_ahead);
+    // Before anybody can ask: a server that is ready has its slots, not yet none.
+    engine.publish();
     load.set_ready();
     // Whoever asked gave up waiting: leave.
     if started.send(Ok(handle)).is_ok() {

@@ -1,6 +1,7 @@
 //! The engine loop over devices that do as they are told.
 
 use super::*;
+use crate::load::SLOT_STATES;
 use crate::request::{AbortCause, Event, Finish, FinishReason, Group};
 use crate::sink::TokenStream;
 use crate::testing::{options, plain, read, request};
@@ -59,6 +60,15 @@ fn an_idle_engine_keeps_its_heart_beating_and_leaves_when_told() {
     handle.shutdown();
     handle.join().unwrap();
     assert!(matches!(handle.accepting(), Err(NotAccepting::Draining)));
+}
+
+#[test]
+fn an_engine_that_has_started_says_how_many_slots_it_has() {
+    for _ in 0..50 {
+        let handle = started(&[]);
+        let slots: u64 = SLOT_STATES.iter().map(|&state| handle.load().slots(state)).sum();
+        assert_eq!(slots, options().slots_max as u64);
+    }
 }
 
 #[test]
