@@ -191,7 +191,7 @@ impl CpuDevice {
         let exchanges = |placed: &PlacedOp| matches!(placed.op, Op::Exchange(_));
         let (fetch, rest) = plan.ops.split_at(1);
         run_ops(fetch, memory, |placed, memory| watch.iter_mut().for_each(|watch| watch(placed, memory)))?;
-        sabotage.commit(step, &fetch[0].op, memory);
+        sabotage.commit(step, plan, memory);
         for stretch in rest.chunk_by(|before, after| !exchanges(before) && !exchanges(after)) {
             match (pool.as_ref(), watch.as_mut()) {
                 (Some(pool), None) if !exchanges(&stretch[0]) => {

@@ -35,6 +35,8 @@ pub enum FaultKind {
     BakedPosition,
     /// From step N on, pad rows write page 1.
     PadWrite,
+    /// From step N on, the first row that decodes finds NaN in its holder's first page of the cache; once.
+    NanCache,
     /// Rank N never arrives at its first start-up barrier.
     StartStall,
     /// The capture of bucket N fails.
@@ -55,7 +57,7 @@ pub enum FaultPlace {
 }
 
 /// Name, place, and what N counts.
-const FAULTS: [(FaultKind, &str, FaultPlace, &str); 14] = [
+const FAULTS: [(FaultKind, &str, FaultPlace, &str); 15] = [
     (FaultKind::DeviceError, "device-error", FaultPlace::Edge, "step"),
     (FaultKind::DeviceStall, "device-stall", FaultPlace::Edge, "step"),
     (FaultKind::NanRow, "nan-row", FaultPlace::Edge, "step"),
@@ -67,6 +69,7 @@ const FAULTS: [(FaultKind, &str, FaultPlace, &str); 14] = [
     (FaultKind::RankStall, "rank-stall", FaultPlace::Edge, "rank"),
     (FaultKind::BakedPosition, "baked-position", FaultPlace::Device, "step"),
     (FaultKind::PadWrite, "pad-write", FaultPlace::Device, "step"),
+    (FaultKind::NanCache, "nan-cache", FaultPlace::Device, "step"),
     (FaultKind::StartStall, "start-stall", FaultPlace::Start, "rank"),
     (FaultKind::CaptureFail, "capture-fail", FaultPlace::Start, "bucket"),
     (FaultKind::UnregisteredPointer, "unregistered-pointer", FaultPlace::Start, "bucket"),

@@ -1,10 +1,13 @@
-//! Faults inside the CPU device: what a graph that captured a position, or a broken pad contract, would do.
+//! Faults inside the CPU device: what a graph that captured a position, a broken pad contract, or a spoiled cache would do.
 //!
 //! Committed after `fetch` has filled the rows of a step, so that every op after it sees them.
 
 use crate::fault::{Fault, FaultKind};
+use crate::plan::Plan;
+use slotgraph_kernels::BufferId;
+use slotgraph_kernels::Role;
 use slotgraph_kernels::cpu::CpuMemory;
-use slotgraph_kernels::ops::Op;
+use slotgraph_kernels::ops::{Fetch, Op};
 
 #[derive(Default)]
 pub(super) struct Sabotage {
@@ -13,6 +16,8 @@ pub(super) struct Sabotage {
     baked: Option<Vec<u32>>,
     /// From this step on, pad rows write page 1.
     pad_write_from: Option<u64>,
+    /// From this step on, until it is committed.
+    nan_cache_from: Option<u64>,
 }
 
 impl Sabotage {
@@ -20,13 +25,14 @@ impl Sabotage {
         match fault.kind {
             FaultKind::BakedPosition => self.baked_from = Some(fault.at),
             FaultKind::PadWrite => self.pad_write_from = Some(fault.at),
+            FaultKind::NanCache => self.nan_cache_from = Some(fault.at),
             _ => return false,
         }
         true
     }
 
-    pub fn commit(&mut self, step: u64, fetch: &Op, memory: &mut CpuMemory) {
-        let Op::Fetch(fetch) = fetch else { unreachable!("verify asks for fetch first") };
+    pub fn commit(&mut self, step: u64, plan: &Plan, memory: &mut CpuMemory) {
+        let Op::Fetch(fetch) = &plan.ops[0].op else { unreachable!("verify asks for fetch first") };
         if self.baked_from.is_some_and(|from| step >= from) {
             let positions = memory.u32_mut(fetch.rows.position);
             match &self.baked {
@@ -39,5 +45,22 @@ impl Sabotage {
             let pad_row = (seats - 1) * memory.stride(fetch.slots.pages);
             memory.u32_mut(fetch.slots.pages)[pad_row] = 1;
         }
+        if self.nan_cache_from.is_some_and(|from| step >= from) && self.spoil_cache(plan, fetch, memory) {
+            self.nan_cache_from = None;
+        }
+    }
+
+    /// Fills the first page of the first slot that decodes with NaN, in every layer; whether there was one.
+    fn spoil_cache(&self, plan: &Plan, fetch: &Fetch, memory: &mut CpuMemory) -> bool {
+        let pad_slot = memory.u32(fetch.slots.generation).len() - 1;
+        let slots = memory.u32(fetch.rows.slot)[..memory.rows].iter().map(|slot| *slot as usize);
+        let decodes = |slot: &usize| *slot != pad_slot && memory.u32(fetch.slots.generated)[*slot] > 0;
+        let Some(slot) = slots.into_iter().find(decodes) else { return false };
+        let page = memory.u32(fetch.slots.pages)[slot * memory.stride(fetch.slots.pages)] as usize;
+        for (at, spec) in plan.buffers.iter().enumerate().filter(|(_, spec)| spec.role == Role::Kv) {
+            let floats = spec.shape[1..].iter().product::<usize>();
+            memory.f32_mut(BufferId(at as u32))[page * floats..][..floats].fill(f32::NAN);
+        }
+        true
     }
 }
