@@ -134,7 +134,10 @@ impl Checkpoint {
             LoadFormat::Dummy { seed } => {
                 sha.update(b"dummy");
                 sha.update(seed.to_le_bytes());
-                (Arc::new(DummySource { seed }), WeightFacts { parameters, bytes: 2 * parameters, shards: 0 })
+                (
+                    Arc::new(DummySource { seed }),
+                    WeightFacts { parameters, bytes: parameters.saturating_mul(2), shards: 0 },
+                )
             }
             LoadFormat::Safetensors => {
                 if !folder.has(TOKENIZER) {
@@ -201,6 +204,19 @@ fn weight_specs(spec: &ModelSpec) -> Result<Vec<WeightSpec>, PlanError> {
     Ok(build(spec, &limits, RankShape::SINGLE, 1)?.weights)
 }
 
+/// What config.json and generation_config.json say; each comes with how messages name it.
+pub fn parse(
+    label: &str,
+    config: &[u8],
+    generation: Option<(&str, &[u8])>,
+) -> Result<(ModelSpec, GenerationDefaults), CheckpointError> {
+    let object = parse_object(label, config)?;
+    let generation = generation.map(|(label, bytes)| Ok((label, parse_object(label, bytes)?))).transpose()?;
+    let generation = generation.as_ref().map(|(label, object)| Fields::new(label, object));
+    let spec = model::parse(&Fields::new(label, &object), generation.as_ref())?;
+    Ok((spec, generation.as_ref().map(GenerationDefaults::parse).transpose()?.unwrap_or_default()))
+}
+
 /// The JSON files, understood.
 struct Parsed {
     config: Cow<'static, [u8]>,
@@ -215,12 +231,8 @@ impl Parsed {
         let Some(config) = folder.read(CONFIG)? else {
             return Err(CheckpointError::file(config_label, "is missing; a model folder has one"));
         };
-        let object = parse_object(&config_label, &config)?;
         let generation = folder.read(GENERATION_CONFIG)?;
-        let generation = generation.map(|bytes| parse_object(&generation_label, &bytes)).transpose()?;
-        let generation = generation.as_ref().map(|object| Fields::new(&generation_label, object));
-        let spec = model::parse(&Fields::new(&config_label, &object), generation.as_ref())?;
-        let generation = generation.as_ref().map(GenerationDefaults::parse).transpose()?.unwrap_or_default();
+        let (spec, generation) = parse(&config_label, &config, generation.as_deref().map(|b| (&*generation_label, b)))?;
         Ok(Parsed { config, spec, generation })
     }
 }

@@ -27,7 +27,8 @@ pub fn required(weights: &[WeightSpec]) -> Required {
     required
 }
 
-/// Elements of the tensors of `required`.
+/// Elements of the tensors of `required`; `u64::MAX` stands for that many and more.
 pub fn elements(required: &Required) -> u64 {
-    required.values().map(|shape| shape.iter().map(|n| *n as u64).product::<u64>()).sum()
+    let of = |shape: &Vec<usize>| shape.iter().fold(1u64, |product, n| product.saturating_mul(*n as u64));
+    required.values().map(of).fold(0, u64::saturating_add)
 }

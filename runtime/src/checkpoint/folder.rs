@@ -85,7 +85,7 @@ impl Folder {
                 Err(error) => Err(CheckpointError::file(self.label(name), error.to_string())),
             },
             Folder::Embedded { files, .. } => {
-                Ok(files.iter().find(|(file, _)| *file == name).map(|(_, bytes)| Blob::Bytes(bytes)))
+                Ok(files.iter().find(|(file, _)| *file == name).map(|(_, bytes)| Blob::Bytes((*bytes).into())))
             }
         }
     }

@@ -84,6 +84,8 @@ const HARMLESS: &[&str] = &[
 
 /// Most layers, and most experts of a layer: far above any real model, so that a typing error cannot ask for the moon.
 const COUNT_MAX: usize = 4096;
+/// Most rotated dimensions of a head: a table of their frequencies is computed before anything else is known to fit.
+const ROTARY_MAX: usize = 1 << 16;
 
 fn is_harmless(key: &str) -> bool {
     key.starts_with('_') || key.starts_with("unsloth_") || HARMLESS.contains(&key)
@@ -285,8 +287,8 @@ fn moe(config: &Fields, dense_inner: usize) -> Result<Moe, CheckpointError> {
 }
 
 fn even(config: &Fields, key: &str, dim: usize) -> Result<(), CheckpointError> {
-    if dim == 0 || !dim.is_multiple_of(2) {
-        return Err(config.error(key, format!("is {dim}; rotary embedding needs an even number")));
+    if dim == 0 || !dim.is_multiple_of(2) || dim > ROTARY_MAX {
+        return Err(config.error(key, format!("is {dim}; rotary embedding needs an even number up to {ROTARY_MAX}")));
     }
     Ok(())
 }

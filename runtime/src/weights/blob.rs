@@ -1,5 +1,6 @@
-//! Bytes with positioned reads: a file, or a slice in the binary. No mapping, so a file that shrinks is an error and not a signal.
+//! Bytes with positioned reads: a file, or bytes in memory. No mapping, so a file that shrinks is an error and not a signal.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -12,7 +13,7 @@ pub const LFS_REASON: &str = "is a Git LFS pointer, not the file itself; run `gi
 #[derive(Debug)]
 pub enum Blob {
     File { file: File, len: u64 },
-    Bytes(&'static [u8]),
+    Bytes(Cow<'static, [u8]>),
 }
 
 impl Blob {

@@ -212,7 +212,7 @@ fn hash_range(
 }
 
 /// The index's map from tensor to file name.
-fn weight_map(label: &str, index: &[u8]) -> Result<BTreeMap<String, String>, CheckpointError> {
+pub fn weight_map(label: &str, index: &[u8]) -> Result<BTreeMap<String, String>, CheckpointError> {
     let object = parse_object(label, index)?;
     let bad = |reason: String| CheckpointError::Key { file: label.into(), key: "weight_map".into(), reason };
     let entries = object.get("weight_map").and_then(|map| map.as_object());

@@ -89,6 +89,7 @@ fn what_is_not_implemented_is_refused_by_key_and_value() {
         (QWEN, "num_key_value_heads", json!(3), "does not divide"),
         (QWEN, "num_key_value_heads", Value::Null, "missing"),
         (QWEN, "head_dim", json!(63), "even"),
+        (QWEN, "head_dim", json!(1u32 << 31), "65536"),
         (QWEN, "intermediate_size", Value::Null, "missing"),
         (LLAMA, "sliding_window", json!(4096), "4096"),
         (LLAMA, "embedding_multiplier", json!(12.0), "12.0"),
