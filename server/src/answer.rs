@@ -17,8 +17,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-/// Events a choice may be behind its client before it counts as a slow reader: with 20 alternatives a token, below 256 KiB.
-const UNDELIVERED_MAX: usize = 1024;
+/// Events a choice may be behind its client before it counts as a slow reader: with 20 alternatives a token and the connection's buffer, below
+/// 256 KiB.
+const UNDELIVERED_MAX: usize = 768;
 
 /// A token and what is said about it.
 #[derive(Clone, Debug, PartialEq)]
@@ -425,6 +426,13 @@ mod tests {
     fn ids(text: &str) -> Vec<u32> {
         let tokenizer = include_bytes!("../../tests/models/shakespeare-dsv2/tokenizer.json");
         Tokenizer::parse(tokenizer).unwrap().encode(text, false).unwrap()
+    }
+
+    #[test]
+    fn what_a_slow_reader_holds_is_bounded() {
+        let alternatives = 20 * size_of::<(u32, f32)>();
+        let held = (UNDELIVERED_MAX + 1) * (size_of::<Event>() + alternatives) + crate::listen::BUFFER;
+        assert!(held <= 256 << 10, "{held} bytes");
     }
 
     #[test]

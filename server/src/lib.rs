@@ -34,6 +34,7 @@ pub mod socket;
 pub mod sse;
 pub mod stop;
 pub mod template;
+pub mod texts;
 pub mod tokenizer;
 pub mod traces;
 pub mod wire;

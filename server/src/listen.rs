@@ -25,7 +25,7 @@ use tokio_util::task::TaskTracker;
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 4096;
 /// Bytes that hyper may hold of a request's head, or of a response that its client does not read.
-const BUFFER: usize = 64 << 10;
+pub const BUFFER: usize = 64 << 10;
 /// Bytes that the system may hold for a client that does not read (it doubles this).
 const SEND_BUFFER: usize = 64 << 10;
 const REFUSAL: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n\

@@ -332,6 +332,7 @@ mod tests {
                 (r#""stop":[1]"#, "stop", Some("invalid_type")),
                 (r#""stop":{}"#, "stop", Some("invalid_type")),
                 (r#""stop":"\ud83d""#, "stop", None),
+                (&format!(r#""stop":["a","{}"]"#, "é".repeat(513)), "stop", Some("string_above_max_length")),
                 (r#""min_tokens":11,"max_tokens":10"#, "min_tokens", Some("integer_above_max_value")),
                 (r#""min_tokens":-1"#, "min_tokens", Some("integer_below_min_value")),
                 (r#""min_tokens":"5""#, "min_tokens", Some("invalid_type")),

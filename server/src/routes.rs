@@ -4,19 +4,18 @@
 //! a refused request took no slot, no page and no place in the queue.
 
 use crate::answer::{self, Answer, Part};
-use crate::api::{self, ApiRequest};
 use crate::app::{App, Service, Unready, unix_seconds};
 use crate::body::Reply;
 use crate::debug;
 use crate::error::{ApiError, INVALID};
-use crate::input::{self, PromptInput};
 use crate::live::Cancelled;
 use crate::metrics::Outcome;
-use crate::prompt::{Prompted, Reader};
-use crate::request::{self, Endpoint, ValidRequest};
+use crate::prompt::Reader;
+use crate::request::{Endpoint, ValidRequest};
 use crate::respond::{Head, Whole};
 use crate::router::{Route, method_name};
 use crate::sse::Events;
+use crate::texts;
 use crate::wire::Wire;
 use http_body_util::BodyExt;
 use hyper::body::{Body, Incoming};
@@ -105,9 +104,9 @@ async fn respond(
     match route {
         Route::Completions => generate(app, wire, Endpoint::Completion, body, id).await,
         Route::Chat => generate(app, wire, Endpoint::Chat, body, id).await,
-        Route::Render => with_body(app, body, render).await,
-        Route::Tokenize => with_body(app, body, tokenize).await,
-        Route::Detokenize => with_body(app, body, detokenize).await,
+        Route::Render => with_body(app, body, texts::render).await,
+        Route::Tokenize => with_body(app, body, texts::tokenize).await,
+        Route::Detokenize => with_body(app, body, texts::detokenize).await,
         Route::Models => Ok(json_reply(StatusCode::OK, models(app))),
         Route::Model(name) => model(app, name),
         Route::Cancel(target) => {
@@ -134,7 +133,8 @@ async fn generate(
     body: Incoming,
     id: &RequestId,
 ) -> Result<Response<Reply>, ApiError> {
-    let prompted = with_service(app, body, move |service, bytes| prompted(service, endpoint, bytes)).await?;
+    let prompted =
+        with_service(app, body, move |service, bytes| texts::prompted(service.reader(), endpoint, bytes)).await?;
     let service = app.ready().map_err(|unready| refuse_unready(app, unready))?;
     let head = head(&prompted.request, service, id);
     let streams = prompted.request.streaming.is_some();
@@ -160,16 +160,6 @@ async fn generate(
             Err(error)
         }
     }
-}
-
-fn prompted(service: &Service, endpoint: Endpoint, body: &[u8]) -> Result<Prompted, ApiError> {
-    let valid: ValidRequest = match endpoint {
-        Endpoint::Completion => {
-            request::completion(&ApiRequest::parse(body, &[api::COMPLETION, api::SAMPLING])?, &service.limits)?
-        }
-        Endpoint::Chat => request::chat(&ApiRequest::parse(body, &[api::CHAT, api::SAMPLING])?, &service.limits)?,
-    };
-    service.reader().read(valid)
 }
 
 impl Service {
@@ -249,57 +239,10 @@ async fn with_service<T: Send + 'static>(
 async fn with_body(
     app: &Arc<App>,
     body: Incoming,
-    work: impl FnOnce(&Service, &[u8]) -> Result<String, ApiError> + Send + 'static,
+    work: impl FnOnce(Reader<'_>, &[u8]) -> Result<String, ApiError> + Send + 'static,
 ) -> Result<Response<Reply>, ApiError> {
-    Ok(json_reply(StatusCode::OK, with_service(app, body, work).await?))
-}
-
-/// The text and ids of a chat's prompt.
-fn render(service: &Service, body: &[u8]) -> Result<String, ApiError> {
-    let Prompted { request, prompts } = prompted(service, Endpoint::Chat, body)?;
-    let prompt = &prompts[0];
-    Ok(json!({
-        "object": "chat.completion.render",
-        "model": request.model,
-        "prompt": prompt.text,
-        "token_ids": &prompt.ids[..],
-        "prompt_token_ids": &prompt.ids[..],
-        "prompt_tokens": prompt.ids.len(),
-        "max_tokens": prompt.max_tokens,
-    })
-    .to_string())
-}
-
-fn tokenize(service: &Service, body: &[u8]) -> Result<String, ApiError> {
-    let fields = ApiRequest::parse(body, &[api::TOKENIZE])?;
-    let limits = &service.limits;
-    if fields.raw("model").is_some() {
-        request::model(&fields, limits)?;
-    }
-    let reader = service.reader();
-    let chat = fields.raw("messages").is_some();
-    let add_special = fields.boolean("add_special_tokens")?.unwrap_or(!chat);
-    let ids = match chat {
-        true => reader.encode(&reader.render(&request::conversation(&fields, limits)?)?, add_special, "messages")?,
-        false => match input::prompts(&fields, limits)?.as_slice() {
-            [PromptInput::Text(text)] => reader.encode(text, add_special, "prompt")?,
-            _ => return Err(ApiError::wrong_type("prompt", "a string", "an array")),
-        },
-    };
-    let mut answer = json!({"count": ids.len(), "max_model_len": limits.context, "tokens": ids});
-    if fields.boolean("return_token_strs")? == Some(true) {
-        answer["token_strs"] = ids.iter().map(|id| service.tokenizer.piece(*id)).collect();
-    }
-    Ok(answer.to_string())
-}
-
-fn detokenize(service: &Service, body: &[u8]) -> Result<String, ApiError> {
-    let fields = ApiRequest::parse(body, &[api::TOKENIZE])?;
-    if fields.raw("model").is_some() {
-        request::model(&fields, &service.limits)?;
-    }
-    let ids = input::token_list(&fields, "tokens", &service.limits)?;
-    Ok(json!({"prompt": service.tokenizer.decode(&ids, false)}).to_string())
+    let text = with_service(app, body, move |service, bytes| work(service.reader(), bytes)).await?;
+    Ok(json_reply(StatusCode::OK, text))
 }
 
 fn model_card(app: &App, name: &str) -> serde_json::Value {

@@ -12,6 +12,8 @@ use std::collections::BTreeMap;
 
 /// Stop strings.
 const STOP_MAX: usize = 4;
+/// Bytes of one stop string: every character of the answer is compared with its beginnings.
+const STOP_BYTES_MAX: usize = 1024;
 
 /// Every field of the device's sampler; `max_tokens` and `logprobs` are set by their own readers.
 pub fn sampling(
@@ -117,6 +119,10 @@ pub fn stop(request: &ApiRequest<'_>) -> Result<Vec<String>, ApiError> {
         let text = api::text(raw, "stop")?;
         if text.is_empty() {
             return Err(ApiError::field("stop", None, "'stop' must not hold an empty string"));
+        }
+        if text.len() > STOP_BYTES_MAX {
+            let message = format!("'stop' has a string of {} bytes; it may have {STOP_BYTES_MAX}", text.len());
+            return Err(ApiError::field("stop", Some("string_above_max_length"), message));
         }
         stops.push(text);
     }

@@ -33,7 +33,7 @@ use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-/// File descriptors kept for everything that is not a client's connection.
+/// File descriptors kept for everything that is not a client's connection; where there are few, half of them.
 const FILES_KEPT: u64 = 64;
 /// After the drain deadline: time for the last error events to leave.
 const LAST_WORDS: Duration = Duration::from_millis(700);
@@ -196,7 +196,7 @@ impl Server {
             tracing::warn!("{warning}");
         }
         let files = rlimit::increase_nofile_limit(u64::MAX).unwrap_or(0);
-        let room = usize::try_from(files.saturating_sub(FILES_KEPT)).unwrap_or(usize::MAX).max(1);
+        let room = usize::try_from(files - FILES_KEPT.min(files / 2)).unwrap_or(usize::MAX).max(1);
         let connections_max = if files == 0 { config.max_connections } else { config.max_connections.min(room) };
         tracing::info!(file_descriptors = files, connections_max, "limits");
         let metrics = Arc::new(Metrics::new(&config.served_names[0], &config.buckets));

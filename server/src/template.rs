@@ -142,7 +142,7 @@ fn without_generation_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(open) = rest.find("{%") {
-        let Some(close) = rest[open..].find("%}").map(|at| open + at) else { break };
+        let Some(close) = rest[open + 2..].find("%}").map(|at| open + 2 + at) else { break };
         let body = &rest[open + 2..close];
         let word = body.trim_matches(['-', '+']).trim();
         out.push_str(&rest[..open + 2]);
@@ -279,6 +279,13 @@ mod tests {
     }
     fn render(source: &str, chat: &Chat) -> String {
         Template::load(Some(source.as_bytes()), None).unwrap().unwrap().render(chat).unwrap()
+    }
+
+    #[test]
+    fn a_block_without_room_for_a_word_is_an_error_and_no_panic() {
+        for source in ["{%}", "{%}]{% if x %}", "{% generation %}{%}", "x{%"] {
+            assert!(Template::load(Some(source.as_bytes()), None).is_err(), "{source}");
+        }
     }
 
     #[test]
