@@ -5,11 +5,13 @@
 
 pub mod cpu;
 pub mod drive;
+pub mod fuzz;
 pub mod http;
 pub mod oracle;
 pub mod rig;
 pub mod server;
 pub mod stepwise;
+pub mod weights;
 
 use std::path::{Path, PathBuf};
 
