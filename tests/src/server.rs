@@ -2,8 +2,8 @@
 
 use crate::http::{Conn, Reply, Stream, bare, post};
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Read};
-use std::net::SocketAddr;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
@@ -85,6 +85,12 @@ impl Server {
     }
     pub fn get(&self, path: &str) -> Reply {
         self.conn().ask(&bare("GET", path, &[("connection", "close")]))
+    }
+    /// None where the server does not answer.
+    pub fn try_get(&self, path: &str) -> Option<Reply> {
+        let mut conn = Conn::over(TcpStream::connect(self.address).ok()?);
+        conn.tcp.write_all(&bare("GET", path, &[("connection", "close")])).ok()?;
+        conn.try_reply(false).ok()
     }
     pub fn post(&self, path: &str, body: &Value) -> Reply {
         self.post_raw(path, &body.to_string())
@@ -222,4 +228,20 @@ pub fn copy_of(model: &Path) -> tempfile::TempDir {
         std::fs::copy(entry.path(), folder.path().join(entry.file_name())).expect("a copy");
     }
     folder
+}
+
+/// Changes a JSON file of a folder.
+pub fn edit(folder: &Path, file: &str, change: impl FnOnce(&mut Value)) {
+    let path = folder.join(file);
+    let mut value: Value = serde_json::from_slice(&std::fs::read(&path).expect("a file")).expect("JSON");
+    change(&mut value);
+    std::fs::write(&path, value.to_string()).expect("a file");
+}
+
+/// `binary` behind a shell script whose `first` line changes what it starts with.
+pub fn behind(binary: &str, first: &str) -> tempfile::TempPath {
+    let script = tempfile::NamedTempFile::new().expect("a file").into_temp_path();
+    std::fs::write(&script, format!("#!/bin/sh\n{first} {binary} \"$@\"\n")).expect("a script");
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("a mode");
+    script
 }

@@ -4,12 +4,14 @@
 //! seconds, no panic and no ERROR line in the log.
 
 mod hand {
+    mod a;
     mod b;
     mod c;
     mod d;
     mod e;
     mod f;
     mod h;
+    mod weights;
 }
 
 /// The server's binary.

@@ -5,7 +5,7 @@
 use serde_json::{Value, json};
 use slotgraph_tests::http::{Conn, Stream, bare, chunks, finishes, joined, post};
 use slotgraph_tests::server::{Server, launch, refused, start};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_slotgraph-under-test");
@@ -258,24 +258,6 @@ fn sse_keeps_quiet_until_there_is_something() {
     assert_eq!(finishes(&chunks(&first.all()), 0), ["length"]);
     assert!(second.all().len() > 2);
     server.calm();
-}
-
-#[test]
-fn it_stops_as_process_one() {
-    let mut command = Command::new("unshare");
-    command.args(["--pid", "--fork", "--kill-child", "true"]).stdout(Stdio::null()).stderr(Stdio::null());
-    if !command.status().is_ok_and(|status| status.success()) {
-        println!("skipped: this machine does not allow unshare --pid");
-        return;
-    }
-    let script = tempfile::NamedTempFile::new().unwrap().into_temp_path();
-    std::fs::write(&script, format!("#!/bin/sh\nexec unshare --pid --fork --kill-child {BINARY} \"$@\"\n")).unwrap();
-    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    let mut server = start(script.to_str().unwrap(), &["--device", "cpu"]);
-    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", server.pid())).unwrap();
-    let child = children.split_whitespace().next().unwrap().to_owned();
-    assert!(Command::new("kill").args(["-TERM", &child]).status().unwrap().success());
-    assert_eq!(server.exit(Duration::from_secs(5)).code(), Some(0));
 }
 
 fn generate(arguments: &[&str]) -> (i32, String, String) {

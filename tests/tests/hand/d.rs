@@ -48,7 +48,7 @@ fn hand_d1_an_engine_error_ends_the_stream() {
                 assert_eq!(last["error"]["type"], "server_error");
                 assert!(data.len() > 1, "tokens came before the fault");
                 assert!(data.iter().all(|data| !data.contains("\"finish_reason\":\"")), "no false finish reason");
-                assert!(stream.conn.closes_within(Duration::from_secs(2)));
+                assert!(stream.conn.closes_within(Duration::from_secs(5)));
             }
             false => assert_eq!(conn.reply(false).error(500)["type"], "server_error"),
         }
@@ -121,9 +121,16 @@ fn hand_d3_deltas() {
     let whole = server.chat(json!({"max_tokens": 64, "temperature": 0})).json();
     assert_eq!(joined(&seen, 0), whole["choices"][0]["message"]["content"].as_str().unwrap());
     check_chat_stream(&seen, 1);
-    let spread = events.last().unwrap().at - events[0].at;
-    let largest = events.windows(2).map(|pair| pair[1].at - pair[0].at).max().unwrap();
-    assert!(largest < Duration::from_millis(40).max(spread / 2), "a burst: {largest:?} of {spread:?}");
+    // No burst at the end, and none that waits for the client's acknowledgement.
+    let mut gaps: Vec<Duration> = events.windows(2).map(|pair| pair[1].at - pair[0].at).collect();
+    gaps.sort_unstable();
+    assert!(gaps[gaps.len() / 2] < Duration::from_millis(40), "{gaps:?}");
+    let mut early = server.stream_chat(json!({"max_tokens": 1500, "ignore_eos": true}));
+    for _ in 0..3 {
+        early.next_event().unwrap();
+    }
+    assert_eq!(server.gauge("vllm:num_requests_running"), 1.0, "the first events come while the rest is computed");
+    drop(early);
     let seen = chunks(&server.stream_chat(json!({"n": 3, "max_tokens": 12, "seed": 5})).all());
     check_chat_stream(&seen, 3);
     // HTTP/1.0, and a connection that is to be closed.
@@ -139,7 +146,7 @@ fn hand_d3_deltas() {
         );
         let mut stream = Stream::of(conn);
         assert_eq!(finishes(&chunks(&stream.all()), 0).len(), 1);
-        assert!(stream.conn.closes_within(Duration::from_secs(2)));
+        assert!(stream.conn.closes_within(Duration::from_secs(5)));
     }
     server.calm();
 }

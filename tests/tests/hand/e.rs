@@ -190,3 +190,52 @@ fn hand_e5_ties() {
     }
     server.calm();
 }
+
+#[test]
+fn hand_e5_a_row_that_is_not_a_number_fails_alone() {
+    // From step 150 on (after the canary and the answers alone): the cache of one of three is spoiled.
+    let mut server = serve(&["--fault", "nan-cache@150"]);
+    let asked: Vec<Value> = ["Enter HAMLET.", "To be, or not to be", "Once"]
+        .into_iter()
+        .map(|prompt| {
+            json!({
+                "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": true, "logprobs": 5,
+                "return_token_ids": true,
+            })
+        })
+        .collect();
+    let whole = |fields: &Value| server.complete(fields.clone()).json()["choices"][0].clone();
+    let alone: Vec<Value> = asked.iter().map(whole).collect();
+    assert_eq!(server.gauge("slotgraph_nan_rows_total"), 0.0);
+    let longer: Vec<Value> = asked.iter().map(|fields| merged(fields, json!({"max_tokens": 300}))).collect();
+    let together: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = longer
+            .iter()
+            .map(|fields| {
+                let server = &server;
+                scope.spawn(move || server.complete(fields.clone()))
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let failed = together.iter().filter(|reply| reply.status() != 200).collect::<Vec<_>>();
+    assert_eq!(failed.len(), 1, "one row, one request");
+    let error = failed[0].error(500);
+    assert_eq!(error["type"], "server_error");
+    assert!(error["message"].as_str().unwrap().contains("not a number"), "{error}");
+    for (reply, alone) in together.iter().zip(&alone).filter(|(reply, _)| reply.status() == 200) {
+        let choice = &reply.json()["choices"][0];
+        for (ids, expected) in [
+            (&choice["token_ids"], &alone["token_ids"]),
+            (&choice["logprobs"]["token_logprobs"], &alone["logprobs"]["token_logprobs"]),
+        ] {
+            assert_eq!(ids.as_array().unwrap()[..24], expected.as_array().unwrap()[..]);
+        }
+    }
+    assert_eq!(server.gauge("slotgraph_nan_rows_total"), 1.0);
+    assert_eq!(server.metric("slotgraph_requests_total", &["outcome=\"error\""]), 1.0);
+    // Its pages go to others, who see nothing of it.
+    let again: Vec<Value> = asked.iter().map(whole).collect();
+    assert_eq!(again, alone);
+    server.calm();
+}

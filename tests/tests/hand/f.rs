@@ -2,15 +2,7 @@
 
 use crate::{serve, serve_folder};
 use serde_json::{Value, json};
-use slotgraph_tests::server::{Server, copy_of, refused};
-use std::path::Path;
-
-fn edit(folder: &Path, file: &str, change: impl FnOnce(&mut Value)) {
-    let path = folder.join(file);
-    let mut value: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    change(&mut value);
-    std::fs::write(&path, value.to_string()).unwrap();
-}
+use slotgraph_tests::server::{Server, copy_of, edit, refused};
 
 /// How a request whose next token is forced ends.
 fn forced(server: &Server, id: u32) -> (String, u64, String) {

@@ -160,6 +160,16 @@ fn hand_h3_ports() {
 }
 
 #[test]
+fn hand_g3_impossible_layouts() {
+    for ep in ["3", "0", "128"] {
+        let (code, log, took) = refused(BINARY, &["--port", "0", "--device", "cpu", "--ep", ep], &[]);
+        assert_eq!(code, 2);
+        assert!(log.contains(&format!("--ep {ep}")) && log.contains("1, 2, 4 or 8"), "{log}");
+        assert!(took < Duration::from_secs(5));
+    }
+}
+
+#[test]
 fn hand_h4_metrics() {
     let mut server = serve(&["--body-limit", "1MiB", "--max-slots", "1", "--max-queue", "0"]);
     let reply = server.get("/metrics");
