@@ -1,6 +1,6 @@
 """The OpenAI Python SDK against a running server: every check prints its name; the first that fails ends the run.
 
-usage: openai_sdk.py BASE_URL
+usage: openai_sdk.py BASE_URL [MODEL]
 """
 
 import sys
@@ -11,7 +11,8 @@ import openai
 def main() -> None:
     base_url = sys.argv[1].rstrip("/") + "/v1"
     client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60)
-    model = client.models.list().data[0].id
+    listed = client.models.list().data
+    model = sys.argv[2] if len(sys.argv) > 2 else listed[0].id
     for check in CHECKS:
         check(client, model)
         print("ok", check.__name__)
