@@ -7,8 +7,11 @@
  *                            hoisted above the wait (seen on H200: wrong bits, only with programmatic edges)
  *   early        ld_early*:  data of two or more nodes back (row slots, positions, block tables, expert choices), read before the wait
  *   fresh        ld_fresh*:  written by other blocks of this launch before an arrival was counted; bypasses L1
- * Programmatic edges: every block waits before its first global write and before its first read of anything but weights and early data,
- * and lets its successor start only after it has waited. So "my predecessor has finished" is transitive.
+ * Programmatic edges: every block waits before its first global write and before its first read of anything but weights and early data. So
+ * "my predecessor has finished", known after the wait, is transitive. Most kernels let their successor start only after they have waited:
+ * then whatever lies two launches back has finished when the successor starts. An eager kernel lets it start at once, so that it asks for its
+ * weights sooner; then early data must be older than the nearest launch that is not eager. Eager are: norm_gemm, gemm_add, norm_gate_up of a
+ * dense layer, moe_gate, moe_up (EARLY), moe_down. Never: fetch, embed, and norm_gate_up of shared experts, on which moe_up's early choice leans.
  * Numerics: no fused multiply-add but inside mma; ex2.approx is the only approximate instruction (exp_fast). */
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -124,6 +127,13 @@ DI void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+/* Both of the above, in the order that the launch asks for. EAGER: the successor may start before this kernel's predecessor has finished, and
+ * asks for its weights meanwhile. */
+template <bool EAGER> DI void wait_and_let_start(u32 rows) {
+  if (EAGER) let_successor_start();
+  wait_for_predecessor(rows);
+  if (!EAGER) let_successor_start();
 }
 DI void fence_device() { __threadfence(); }
 DI void fence_system() { __threadfence_system(); }

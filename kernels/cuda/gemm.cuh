@@ -10,14 +10,17 @@
 /* First k tile of slice `slice`. */
 DI int slice_begin(int slice, int slices, int k_tiles) { return slice * k_tiles / slices; }
 
-/* Activations of 8·TOKEN_TILES token columns in shared memory, row-major; dead columns are zero rows. STRIDE (elements) is 32 mod 64, so
- * that the lanes of a 16-byte load fall into different banks. */
+/* A dead column repeats a live one: no column's bits reach another, and nobody stores it. */
+
+/* Activations of `live` token columns in shared memory, row-major. STRIDE (elements) is 32 mod 64, so that the lanes of a 16-byte load
+ * fall into different banks. */
 template <int K_TILES, int STRIDE> struct SharedTokens {
-  const bf16* at; /* token g of the first tile */
-  int quad;
-  DI SharedTokens(const bf16* rows, int lane) : at(rows + lane / 4 * STRIDE), quad(lane % 4) {}
+  static constexpr int AHEAD_REGISTERS = 0;
+  const bf16* rows;
+  int column, last, quad;
+  DI SharedTokens(const bf16* rows, int live, int lane) : rows(rows), column(lane / 4), last(live - 1), quad(lane % 4) {}
   DI V4 pair(int tile, int pair) const {
-    const bf16* from = at + tile * 8 * STRIDE + pair * 32;
+    const bf16* from = rows + min_of(tile * 8 + column, last) * STRIDE + pair * 32;
     if (K_TILES % 2 == 1 && pair == K_TILES / 2) {
       const V2 alone = *(const V2*)(from + 4 * quad);
       return V4{alone.x, alone.y, 0, 0};
@@ -26,52 +29,43 @@ template <int K_TILES, int STRIDE> struct SharedTokens {
   }
 };
 
-/* Activations of consecutive rows in global memory; rows from `rows` on are zero. */
-template <int K_TILES, int STRIDE> struct GlobalTokens {
-  const bf16* at; /* row first + g */
-  int quad, live; /* live rows from row first + g on, in steps of 8 */
-  DI GlobalTokens(const bf16* x, int first, int rows, int lane)
-      : at(x + (u64)(first + lane / 4) * STRIDE), quad(lane % 4), live(rows - first - lane / 4) {}
+/* Activations in global memory, rows named one by one. */
+template <int K_TILES, int TOKEN_TILES, int AHEAD = 32> struct GlobalTokens {
+  static constexpr int AHEAD_REGISTERS = AHEAD; /* what may be asked for before it is needed: L2 answers after some 300 cycles */
+  const bf16* x;
+  u32 offset[TOKEN_TILES]; /* of this lane's column, in elements */
+  int quad;
+  DI GlobalTokens(const bf16* x, int lane) : x(x), quad(lane % 4) {}
   DI V4 pair(int tile, int pair) const {
-    V4 v = {0, 0, 0, 0};
-    if (tile * 8 < live) {
-      const bf16* from = at + (u64)(tile * 8) * STRIDE + pair * 32;
-      if (K_TILES % 2 == 1 && pair == K_TILES / 2) {
-        const V2 alone = ld_act8(from + 4 * quad);
-        v.x = alone.x, v.y = alone.y;
-      } else {
-        v = ld_act16(from + 8 * quad);
-      }
+    const bf16* from = x + offset[tile] + pair * 32;
+    if (K_TILES % 2 == 1 && pair == K_TILES / 2) {
+      const V2 alone = ld_act8(from + 4 * quad);
+      return V4{alone.x, alone.y, 0, 0};
     }
-    return v;
+    return ld_act16(from + 8 * quad);
   }
 };
 
-/* Activations of rows named one by one. */
-template <int K_TILES, int TOKEN_TILES> struct GatheredTokens {
-  const bf16* x;
-  u32 offset[TOKEN_TILES]; /* of this lane's column, in elements; DEAD columns are zero */
-  int quad;
-  static constexpr u32 DEAD = 0xffffffffu;
-  DI V4 pair(int tile, int pair) const {
-    V4 v = {0, 0, 0, 0};
-    if (offset[tile] != DEAD) {
-      const bf16* from = x + offset[tile] + pair * 32;
-      if (K_TILES % 2 == 1 && pair == K_TILES / 2) {
-        const V2 alone = ld_act8(from + 4 * quad);
-        v.x = alone.x, v.y = alone.y;
-      } else {
-        v = ld_act16(from + 8 * quad);
-      }
-    }
-    return v;
-  }
-};
+/* Consecutive rows of STRIDE elements from `first` on, of which `rows` − first are live. */
+template <int K_TILES, int TOKEN_TILES, int STRIDE> DI GlobalTokens<K_TILES, TOKEN_TILES> rows_of(const bf16* x, int first, int rows, int lane) {
+  GlobalTokens<K_TILES, TOKEN_TILES> tokens(x, lane);
+#pragma unroll
+  for (int tile = 0; tile < TOKEN_TILES; tile++) tokens.offset[tile] = (u32)min_of(first + tile * 8 + lane / 4, rows - 1) * STRIDE;
+  return tokens;
+}
+
+/* The largest divisor of `whole` that is at most `limit`; 1 at least. */
+DI constexpr int dividing(int whole, int limit) {
+  for (int part = limit < whole ? limit : whole; part > 1; part--)
+    if (whole % part == 0) return part;
+  return 1;
+}
 
 /* A chain in flight: DEPTH pairs of k tiles of ROWS row tiles in registers, each reloaded as soon as it is used. GUARDED handles slices
  * that begin or end inside a pair, and lengths that DEPTH does not divide; without it there are no tests in the loop. */
-template <int ROWS, int TOKENS, int K_TILES, int DEPTH, bool GUARDED> struct Chain {
+template <int ROWS, int TOKENS, int K_TILES, int DEPTH, bool GUARDED, bool HELD = false> struct Chain {
   V4 ring[DEPTH][ROWS][2];
+  const V4* tail; /* HELD: this lane's part of the pairs after the first DEPTH, in shared memory */
   float sum[ROWS][TOKENS][4];
 
   DI void load(int slot, const V4* weights, int pair, int first, int end) {
@@ -90,8 +84,31 @@ template <int ROWS, int TOKENS, int K_TILES, int DEPTH, bool GUARDED> struct Cha
     for (int slot = 0; slot < DEPTH; slot++)
       if (!GUARDED || pair_first + slot < pair_end) load(slot, weights, pair_first + slot, first, end);
   }
-  /* Runs the chain over all tokens; asks for the first pairs of `next` (the same tiles of another row tile) on the way, unless it is null. */
-  template <class Tokens> DI void run(const V4* weights, int first, int end, const V4* next, const Tokens& tokens, int token_tiles) {
+  /* HELD: asks for all other pairs, into `shared`, which only this warp uses: ROWS KiB a pair. Wait for the copies before the pass. */
+  DI void hold(V4* shared, const V4* weights, int first, int end) {
+    V4* to = shared + threadIdx.x % 32;
+    tail = to;
+    const int pair_end = (end + 1) / 2;
+    for (int pair = first / 2 + DEPTH; pair < pair_end; pair++)
+#pragma unroll
+      for (int row = 0; row < ROWS; row++)
+#pragma unroll
+        for (int half = 0; half < 2; half++, to += 32) {
+          const int k_tile = 2 * pair + half;
+          if (!GUARDED || k_tile < end) copy_async16(to, weights + ((u64)row * K_TILES + k_tile) * 32, 16);
+        }
+    copy_commit();
+  }
+  DI void load_held(int slot, int after) {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) ring[slot][row][half] = tail[((after * ROWS + row) * 2 + half) * 32];
+  }
+  /* Runs the chain over the first LIVE token tiles; asks for the first pairs of `next` (the same tiles of another row tile) on the way,
+   * unless it is null. Activations are asked for AHEAD pairs before their turn. */
+  template <int LIVE, class Tokens> DI void pass(const V4* weights, int first, int end, const V4* next, const Tokens& tokens) {
+    constexpr int AHEAD = dividing(DEPTH, Tokens::AHEAD_REGISTERS / (4 * LIVE));
     const int pair_first = first / 2, pair_end = (end + 1) / 2;
 #pragma unroll
     for (int row = 0; row < ROWS; row++)
@@ -99,28 +116,35 @@ template <int ROWS, int TOKENS, int K_TILES, int DEPTH, bool GUARDED> struct Cha
       for (int tile = 0; tile < TOKENS; tile++)
 #pragma unroll
         for (int q = 0; q < 4; q++) sum[row][tile][q] = 0.0f;
+    V4 x[AHEAD][LIVE];
+#pragma unroll
+    for (int ahead = 0; ahead < AHEAD; ahead++)
+      if (pair_first + ahead < pair_end)
+#pragma unroll
+        for (int tile = 0; tile < LIVE; tile++) x[ahead][tile] = tokens.pair(tile, pair_first + ahead);
 #pragma unroll 1
     for (int base = pair_first; base < pair_end; base += DEPTH) {
 #pragma unroll
       for (int slot = 0; slot < DEPTH; slot++) {
         const int pair = base + slot;
         if (GUARDED && pair >= pair_end) break;
-        V4 x[TOKENS];
-#pragma unroll
-        for (int tile = 0; tile < TOKENS; tile++)
-          if (tile < token_tiles) x[tile] = tokens.pair(tile, pair);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int k_tile = 2 * pair + half;
           if (GUARDED && (k_tile < first || k_tile >= end)) continue;
 #pragma unroll
-          for (int tile = 0; tile < TOKENS; tile++)
-            if (tile < token_tiles)
+          for (int tile = 0; tile < LIVE; tile++) {
+            const V4& b = x[slot % AHEAD][tile];
 #pragma unroll
-              for (int row = 0; row < ROWS; row++)
-                mma(sum[row][tile], ring[slot][row][half], half ? x[tile].z : x[tile].x, half ? x[tile].w : x[tile].y);
+            for (int row = 0; row < ROWS; row++) mma(sum[row][tile], ring[slot][row][half], half ? b.z : b.x, half ? b.w : b.y);
+          }
         }
-        if (pair + DEPTH < pair_end) {
+        if (pair + AHEAD < pair_end)
+#pragma unroll
+          for (int tile = 0; tile < LIVE; tile++) x[slot % AHEAD][tile] = tokens.pair(tile, pair + AHEAD);
+        if (HELD && pair + DEPTH < pair_end) {
+          load_held(slot, pair - pair_first);
+        } else if (pair + DEPTH < pair_end) {
           load(slot, weights, pair + DEPTH, first, end);
         } else if (!GUARDED && next) {
           load(slot, next, pair + DEPTH - (pair_end - pair_first), first, end);
@@ -128,6 +152,18 @@ template <int ROWS, int TOKENS, int K_TILES, int DEPTH, bool GUARDED> struct Cha
       }
     }
     if (GUARDED && next) start(next, first, end);
+  }
+  /* The same of `token_tiles` live tiles, at most TOKENS. */
+  template <class Tokens> DI void run(const V4* weights, int first, int end, const V4* next, const Tokens& tokens, int token_tiles) {
+    if (token_tiles <= 1) {
+      pass<1>(weights, first, end, next, tokens);
+    } else if (TOKENS <= 2 || token_tiles == 2) {
+      pass<TOKENS <= 2 ? TOKENS : 2>(weights, first, end, next, tokens);
+    } else if (TOKENS <= 4 || token_tiles <= 4) {
+      pass<TOKENS <= 4 ? TOKENS : 4>(weights, first, end, next, tokens);
+    } else {
+      pass<TOKENS>(weights, first, end, next, tokens);
+    }
   }
 };
 
@@ -139,15 +175,16 @@ DI constexpr int chain_depth(int pairs, int rows, int limit) {
 }
 
 /* ---- Eight slices, one warp each: a block of 256 threads owns ROWS row tiles of TOKENS · 8 tokens. ---- */
-template <int K_TILES, int ROWS, int TOKENS> struct Sliced {
+template <int K_TILES, int ROWS, int TOKENS, int DEPTH_LIMIT = 0, bool HELD = false> struct Sliced {
   static constexpr int SLICES = 8;
   static constexpr bool WHOLE = K_TILES % (2 * SLICES) == 0;
   static constexpr int PAIRS = WHOLE ? K_TILES / (2 * SLICES) : ceil_div(K_TILES, 2 * SLICES) + 1;
-  static constexpr int LIMIT = TOKENS >= 8 ? 4 : TOKENS >= 4 ? 6 : PAIRS <= 10 ? 10 : 8;
+  static constexpr int LIMIT = DEPTH_LIMIT ? DEPTH_LIMIT : TOKENS >= 8 ? 4 : TOKENS >= 4 ? 6 : PAIRS <= 10 ? 10 : 8;
   static constexpr int DIVIDING = chain_depth(PAIRS, ROWS, LIMIT);
   static constexpr bool GUARDED = !WHOLE || DIVIDING * ROWS < 3;
   static constexpr int DEPTH = GUARDED ? (PAIRS < LIMIT / ROWS ? PAIRS : LIMIT / ROWS) : DIVIDING;
-  typedef Chain<ROWS, TOKENS, K_TILES, DEPTH, GUARDED> Work;
+  typedef Chain<ROWS, TOKENS, K_TILES, DEPTH, GUARDED, HELD> Work;
+  static constexpr int HELD_BYTES = HELD ? (PAIRS - DEPTH) * ROWS * 1024 : 0; /* of a warp */
   static constexpr int STRIDE = 20; /* floats of a token's 16 rows in `slices`: no bank conflicts at the store */
   static constexpr int SHARED_FLOATS = SLICES * TOKENS * 8 * STRIDE;
 

@@ -21,10 +21,9 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM) gemm_add(float* x, const bf16*
 
   Tile::Work work;
   work.start(mine, first, end);
-  wait_for_predecessor(rows);
-  let_successor_start();
-  const GlobalTokens<K_TILES, WEIGHT_K> tokens(input, token, rows, lane);
-  work.run(mine, first, end, nullptr, tokens, TOKEN_TILES);
+  wait_and_let_start<true>(rows);
+  const auto tokens = rows_of<K_TILES, TOKEN_TILES, WEIGHT_K>(input, token, rows, lane);
+  work.pass<TOKEN_TILES>(mine, first, end, nullptr, tokens);
 
 #pragma unroll
   for (int row = 0; row < ROW_TILES; row++) {

@@ -50,12 +50,12 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
   if (row_tile < N_TILES) work.start(mine, 0, K_TILES);
   wait_for_predecessor(rows);
   let_successor_start();
-  norm_rows_to_shared<WEIGHT_K, STRIDE, TOKEN_TILES * 8>(normed, sums, live, norm, __uint_as_float(EPS_BITS),
+  norm_rows_to_shared<WEIGHT_K, STRIDE>(normed, sums, live, norm, __uint_as_float(EPS_BITS),
                                                          [&](int l) { return (const float*)x + (u64)ld_act_u32(logit_row + token + l) * WEIGHT_K; });
-  const SharedTokens<K_TILES, STRIDE> tokens(normed, lane);
+  const SharedTokens<K_TILES, STRIDE> tokens(normed, live, lane);
   while (row_tile < N_TILES) {
     const V4* next = row_tile + step < N_TILES ? mine + (u64)step * K_TILES * 32 : nullptr;
-    work.run(mine, 0, K_TILES, next, tokens, TOKEN_TILES);
+    work.pass<TOKEN_TILES>(mine, 0, K_TILES, next, tokens);
 #pragma unroll
     for (int row = 0; row < ROW_TILES; row++)
 #pragma unroll

@@ -19,6 +19,7 @@ static_assert(N_TILES % WARPS == 0, "the warps of a block belong to one head");
 
 /* q_nope of a head for token columns in global fp32, rounded on the way. */
 struct NopeTokens {
+  static constexpr int AHEAD_REGISTERS = 16;
   const float* at; /* row first + g, this head */
   int quad, live;
   DI V4 pair(int tile, int pair) const {
@@ -61,7 +62,7 @@ KERNEL void __launch_bounds__(32 * WARPS)
     let_successor_start();
     const int g = lane / 4, t = lane % 4;
     const NopeTokens tokens = {q + Q_OFFSET + head * HEAD_WIDTH + (u64)(first + g) * Q_STRIDE, t, (int)rows - first - g};
-    work.run(mine, 0, K_TILES, nullptr, tokens, TOKEN_TILES);
+    work.pass<TOKEN_TILES>(mine, 0, K_TILES, nullptr, tokens);
     const int column = tile % N_TILES * 16 + g;
 #pragma unroll
     for (int i = 0; i < TOKEN_TILES; i++)

@@ -20,8 +20,8 @@ KERNEL void __launch_bounds__(32 * WARPS) mla_uv(bf16* out, const bf16* o_lat, c
   work.start(mine, 0, K_TILES);
   wait_for_predecessor(rows);
   let_successor_start();
-  const GlobalTokens<K_TILES, HEADS * LORA> tokens(o_lat + head * LORA, first, rows, lane);
-  work.run(mine, 0, K_TILES, nullptr, tokens, TOKEN_TILES);
+  const auto tokens = rows_of<K_TILES, TOKEN_TILES, HEADS * LORA>(o_lat + head * LORA, first, rows, lane);
+  work.pass<TOKEN_TILES>(mine, 0, K_TILES, nullptr, tokens);
   const int column = tile * 16 + lane / 4;
 #pragma unroll
   for (int i = 0; i < TOKEN_TILES; i++)

@@ -6,11 +6,11 @@
 template <int K_WIDTH> DI float norm_factor(float squares, float eps) { return 1.0f / sqrtf(squares / (float)K_WIDTH + eps); }
 
 /* A warp takes a row; lane l holds lanes 8l … 8l+7 of the contract. `x`, `out` 16-byte aligned, out in shared or global memory. */
-template <int K_WIDTH, class Store> DI void norm_row_by_warp(const float* x, const float* weight, float eps, int lane, const Store& store) {
+template <int K_WIDTH, int UNROLL = 4, class Store> DI void norm_row_by_warp(const float* x, const float* weight, float eps, int lane, const Store& store) {
   static_assert(K_WIDTH % 8 == 0, "a lane takes eight columns at a time");
   constexpr int STEPS = ceil_div(K_WIDTH, 256);
   float square[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-#pragma unroll 4
+#pragma unroll UNROLL
   for (int step = 0; step < STEPS; step++) {
     const int column = step * 256 + lane * 8;
     if (K_WIDTH % 256 == 0 || column < K_WIDTH) {
@@ -27,7 +27,7 @@ template <int K_WIDTH, class Store> DI void norm_row_by_warp(const float* x, con
   }
   const float mine = ((square[0] + square[1]) + (square[2] + square[3])) + ((square[4] + square[5]) + (square[6] + square[7]));
   const float factor = norm_factor<K_WIDTH>(warp_tree(mine), eps);
-#pragma unroll 4
+#pragma unroll UNROLL
   for (int step = 0; step < STEPS; step++) {
     const int column = step * 256 + lane * 8;
     if (K_WIDTH % 256 == 0 || column < K_WIDTH) {
@@ -43,44 +43,53 @@ template <int K_WIDTH, class Store> DI void norm_row_by_warp(const float* x, con
   }
 }
 
-/* A block of 256 takes a row; thread j is lane j of the contract. `sums` is 8 floats of shared memory. Ends without a barrier. */
-template <int K_WIDTH> DI void norm_row_by_block(const float* x, const float* weight, float eps, float* sums, bf16* shared_out) {
+/* 256 threads take a row; thread j is lane j of the contract. A block of 512 takes two rows at once, one a half. `rows` rows of the half,
+ * HALVES apart; `sums` is 8 floats of shared memory a half. Every thread of the block calls it. Ends without a barrier. */
+template <int K_WIDTH, int STRIDE, class RowOf>
+DI void norm_rows_by_block(int rows, const float* weight, float eps, float* sums, bf16* out, const RowOf& row_of) {
   constexpr int STEPS = ceil_div(K_WIDTH, 256);
-  float value[STEPS], square = 0.0f;
+  const int lane = threadIdx.x % 256, half = threadIdx.x / 256, halves = blockDim.x / 256;
+  sums += half * 8;
+  float scale[STEPS];
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
-    const int column = step * 256 + (int)threadIdx.x;
-    value[step] = K_WIDTH % 256 == 0 || column < K_WIDTH ? ld_act_f32(x + column) : 0.0f;
+    const int column = step * 256 + lane;
+    scale[step] = K_WIDTH % 256 == 0 || column < K_WIDTH ? ld_weight_f32(weight + column) : 0.0f;
   }
+  for (int row = half; row - half < rows; row += halves) {
+    const bool live = row < rows;
+    float value[STEPS], square = 0.0f;
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) square = square + value[step] * value[step];
-  square = warp_tree(square);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = square;
-  sync_block();
-  const float all = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-  const float factor = norm_factor<K_WIDTH>(all, eps);
+    for (int step = 0; step < STEPS; step++) {
+      const int column = step * 256 + lane;
+      value[step] = live && (K_WIDTH % 256 == 0 || column < K_WIDTH) ? ld_act_f32(row_of(row) + column) : 0.0f;
+    }
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) {
-    const int column = step * 256 + (int)threadIdx.x;
-    if (K_WIDTH % 256 == 0 || column < K_WIDTH) shared_out[column] = bf16_round(value[step] * factor * ld_weight_f32(weight + column));
+    for (int step = 0; step < STEPS; step++) square = square + value[step] * value[step];
+    square = warp_tree(square);
+    if (row != half) sync_block(); /* the sums of the row before are read */
+    if (lane % 32 == 0) sums[lane / 32] = square;
+    sync_block();
+    const float all = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    const float factor = norm_factor<K_WIDTH>(all, eps);
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+      const int column = step * 256 + lane;
+      if (live && (K_WIDTH % 256 == 0 || column < K_WIDTH)) out[row * STRIDE + column] = bf16_round(value[step] * factor * scale[step]);
+    }
   }
 }
 
-/* Rows of a block's token columns, normalised into shared memory: `rows` live rows at row_of(i), and zeros up to PADDED. */
-template <int K_WIDTH, int STRIDE, int PADDED, class RowOf>
+/* Rows of a block's token columns, normalised into shared memory: `rows` rows at row_of(i). `sums`: 16 floats. Ends with a barrier. */
+template <int K_WIDTH, int STRIDE, int UNROLL = 4, class RowOf>
 DI void norm_rows_to_shared(bf16* out, float* sums, int rows, const float* weight, float eps, const RowOf& row_of) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const V4 zero = {0, 0, 0, 0};
-  for (int i = rows * STRIDE / 8 + (int)threadIdx.x; i < PADDED * STRIDE / 8; i += (int)blockDim.x) ((V4*)out)[i] = zero;
-  if (rows <= 2 && blockDim.x == 256) {
-    for (int row = 0; row < rows; row++) {
-      if (row) sync_block(); /* `sums` is read by the row before */
-      norm_row_by_block<K_WIDTH>(row_of(row), weight, eps, sums, out + row * STRIDE);
-    }
+  if (rows <= (int)blockDim.x / 128) {
+    norm_rows_by_block<K_WIDTH, STRIDE>(rows, weight, eps, sums, out, row_of);
   } else {
     for (int row = warp; row < rows; row += warps) {
       bf16* to = out + row * STRIDE;
-      norm_row_by_warp<K_WIDTH>(row_of(row), weight, eps, lane, [&](int column, V4 y) { *(V4*)(to + column) = y; });
+      norm_row_by_warp<K_WIDTH, UNROLL>(row_of(row), weight, eps, lane, [&](int column, V4 y) { *(V4*)(to + column) = y; });
     }
   }
   sync_block();

@@ -4,6 +4,7 @@
  * Launch    SLICES 8: grid (row tiles / ROW_TILES, token tiles / TOKEN_TILES), block 256: warp = K slice
  *           SLICES 1: grid (stride over row tiles, token groups), block 256: warp = ROW_TILES row tiles, the group's tokens in shared memory
  *           STAGED (SLICES 1): grid (row tiles / (8 · ROW_TILES), token groups), block 256
+ *           HELD: all weights of a block are in registers and shared memory before the wait. EAGER: common.cuh
  * Numerics  gemm.cuh, norm.cuh; silu(g) = g / (1 + exp(−g)), product in fp32, one rounding
  * Pad rows  computed like any row                    Capture   no allocation, sync or readback
  * Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; no spills
@@ -24,24 +25,26 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM) norm_gate_up(bf16* out, const 
   DYNAMIC_SHARED;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #if SLICES == 8
-  typedef Sliced<K_TILES, ROW_TILES, TOKEN_TILES> Tile;
-  float* slices = (float*)dynamic_shared;
+  typedef Sliced<K_TILES, ROW_TILES, TOKEN_TILES, HELD ? 4 : 0, HELD> Tile;
+  static_assert(HELD_SHARED == 8 * Tile::HELD_BYTES, "the host counts as gemm.cuh does");
+  float* slices = (float*)(dynamic_shared + 8 * Tile::HELD_BYTES);
   const int row_tile = blockIdx.x * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
   const int first = slice_begin(warp, SLICES, K_TILES), end = slice_begin(warp + 1, SLICES, K_TILES);
   const V4* mine = weight + (u64)row_tile * K_TILES * 32 + lane;
   Tile::Work work;
   work.start(mine, first, end);
-  wait_for_predecessor(rows);
-  let_successor_start();
+  if (HELD) work.hold((V4*)(dynamic_shared + warp * Tile::HELD_BYTES), mine, first, end);
+  wait_and_let_start<EAGER>(rows);
 #if FUSED
   bf16* normed = (bf16*)(slices + Tile::SHARED_FLOATS);
-  norm_rows_to_shared<WEIGHT_K, STRIDE, TOKEN_TILES * 8>(normed, slices, rows, norm, __uint_as_float(EPS_BITS),
+  norm_rows_to_shared<WEIGHT_K, STRIDE>(normed, slices, rows, norm, __uint_as_float(EPS_BITS),
                                                          [&](int row) { return (const float*)x + (u64)row * WEIGHT_K; });
-  const SharedTokens<K_TILES, STRIDE> tokens(normed, lane);
+  const SharedTokens<K_TILES, STRIDE> tokens(normed, rows, lane);
 #else
-  const GlobalTokens<K_TILES, WEIGHT_K> tokens((const bf16*)x, token, rows, lane);
+  const auto tokens = rows_of<K_TILES, TOKEN_TILES, WEIGHT_K>((const bf16*)x, token, rows, lane);
 #endif
-  work.run(mine, first, end, nullptr, tokens, TOKEN_TILES);
+  if (HELD) copy_wait<0>(); /* a lane reads what it copied itself */
+  work.pass<TOKEN_TILES>(mine, first, end, nullptr, tokens);
 #pragma unroll
   for (int row = 0; row < ROW_TILES; row++) {
     if (row) sync_block();
@@ -61,8 +64,7 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM) norm_gate_up(bf16* out, const 
   const V4* mine = weight + (u64)(active ? row_tile : 0) * K_TILES * 32 + lane;
   Work work;
   work.start(mine);
-  wait_for_predecessor(rows);
-  let_successor_start();
+  wait_and_let_start<EAGER>(rows);
   work.run((bf16*)dynamic_shared, mine, active, TOKEN_TILES,
            [&](int i) { return token + i < (int)rows ? (const bf16*)x + (u64)(token + i) * WEIGHT_K : nullptr; });
   if (!active) return;
@@ -80,14 +82,13 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM) norm_gate_up(bf16* out, const 
   const V4* mine = weight + (u64)row_tile * K_TILES * 32 + lane;
   Tile::Work work;
   if (row_tile < N_TILES) work.start(mine, 0, K_TILES);
-  wait_for_predecessor(rows);
-  let_successor_start();
-  norm_rows_to_shared<WEIGHT_K, STRIDE, TOKEN_TILES * 8>(normed, sums, live, norm, __uint_as_float(EPS_BITS),
+  wait_and_let_start<EAGER>(rows);
+  norm_rows_to_shared<WEIGHT_K, STRIDE>(normed, sums, live, norm, __uint_as_float(EPS_BITS),
                                                          [&](int row) { return (const float*)x + (u64)(token + row) * WEIGHT_K; });
-  const SharedTokens<K_TILES, STRIDE> tokens(normed, lane);
+  const SharedTokens<K_TILES, STRIDE> tokens(normed, live, lane);
   while (row_tile < N_TILES) {
     const V4* next = row_tile + step < N_TILES ? mine + (u64)step * K_TILES * 32 : nullptr;
-    work.run(mine, 0, K_TILES, next, tokens, TOKEN_TILES);
+    work.pass<TOKEN_TILES>(mine, 0, K_TILES, next, tokens);
 #pragma unroll
     for (int row = 0; row < ROW_TILES; row++)
 #pragma unroll

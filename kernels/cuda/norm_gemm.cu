@@ -24,17 +24,16 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
 
   Tile::Work work;
   work.start(mine, first, end);
-  wait_for_predecessor(rows);
-  let_successor_start();
+  wait_and_let_start<true>(rows);
 #if FUSED
   bf16* normed = (bf16*)(slices + Tile::SHARED_FLOATS);
-  norm_rows_to_shared<WEIGHT_K, STRIDE, TOKEN_TILES * 8>(normed, slices, rows, norm, __uint_as_float(EPS_BITS),
+  norm_rows_to_shared<WEIGHT_K, STRIDE>(normed, slices, rows, norm, __uint_as_float(EPS_BITS),
                                                          [&](int row) { return (const float*)x + (u64)row * X_STRIDE + X_OFFSET; });
-  const SharedTokens<K_TILES, STRIDE> tokens(normed, lane);
+  const SharedTokens<K_TILES, STRIDE> tokens(normed, rows, lane);
 #else
-  const GlobalTokens<K_TILES, WEIGHT_K> tokens((const bf16*)x, token, rows, lane);
+  const auto tokens = rows_of<K_TILES, TOKEN_TILES, WEIGHT_K>((const bf16*)x, token, rows, lane);
 #endif
-  work.run(mine, first, end, nullptr, tokens, TOKEN_TILES);
+  work.pass<TOKEN_TILES>(mine, first, end, nullptr, tokens);
 
 #pragma unroll
   for (int row = 0; row < ROW_TILES; row++) {

@@ -62,3 +62,27 @@ template <int EXPERTS, int LINES_MAX, int WARPS> struct Routes {
     sync_block();
   }
 };
+
+/* The same of at most 32 lines, in the registers of every warp: no barrier, no shared memory. Lane l holds line l. */
+template <int EXPERTS> struct FewRoutes {
+  u32 id, same;  /* expert of this lane's line; the lines of that expert, 0 if it is not ours */
+  u32 order;     /* of the expert among the active ones */
+  u32 active_count;
+
+  DI void build(const u32* ids, int lines, u32 first) {
+    const int lane = threadIdx.x % 32;
+    id = lane < lines ? ld_early_u32(ids + lane) - first : 0xffffffffu;
+    same = __match_any_sync(0xffffffffu, id);
+    if (id >= EXPERTS) same = 0;
+    const u32 leaders = ballot(same != 0 && (same & ((1u << lane) - 1)) == 0);
+    active_count = __popc(leaders), order = 0;
+    for (u32 left = leaders; left; left &= left - 1) order += from_lane_u32(id, __ffs(left) - 1) < id;
+  }
+  /* A lane that holds a line of the i-th active expert. */
+  DI int holder(int i) const { return __ffs(ballot(same != 0 && order == (u32)i)) - 1; }
+  /* Bit n of `lines` that is set, counted from the lowest. */
+  static DI int line(u32 lines, int n) {
+    for (; n > 0; n--) lines &= lines - 1;
+    return __ffs(lines) - 1;
+  }
+};

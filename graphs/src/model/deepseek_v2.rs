@@ -313,6 +313,7 @@ fn mixture(net: &mut Builder, moe: &Moe, ends: &Ends, buffers: &MoeBuffers, laye
         first_expert,
         local_experts,
         top_k,
+        early_choice: shared.is_some(),
     }));
     let sum = match buffers.exchange {
         None => MoeSum::Residual { x: ends.x },

@@ -97,9 +97,67 @@ impl Tiling {
     fn token_groups(&self, rows: usize) -> u32 {
         rows.div_ceil(self.token_tiles * 8) as u32
     }
-    /// Bytes in which a block's slices meet (`gemm.cuh`, `Sliced::SHARED_FLOATS`).
     pub fn slice_bytes(&self) -> usize {
-        8 * self.token_tiles * 8 * 20 * 4
+        slice_bytes(self.token_tiles)
+    }
+}
+
+/// Bytes in which eight slices of a block's token tiles meet (`gemm.cuh`, `Sliced::SHARED_FLOATS`).
+pub(super) fn slice_bytes(token_tiles: usize) -> usize {
+    8 * token_tiles * 8 * 20 * 4
+}
+
+/// Shared bytes for the pairs of k tiles that a warp's ring of `limit` row pairs leaves out (`gemm.cuh`, `Sliced::HELD_BYTES`, which the kernels
+/// compare with this).
+pub(super) fn held_bytes(k_tiles: usize, row_tiles: usize, limit: usize) -> usize {
+    let whole = k_tiles.is_multiple_of(16);
+    let pairs = if whole { k_tiles / 16 } else { k_tiles.div_ceil(16) + 1 };
+    let deepest = limit / row_tiles;
+    let dividing = (2..=deepest).rev().find(|depth| pairs.is_multiple_of(*depth)).unwrap_or(1);
+    let guarded = !whole || dividing * row_tiles < 3;
+    let depth = if guarded { pairs.min(deepest) } else { dividing };
+    (pairs - depth) * row_tiles * 1024
+}
+
+/// Gate and up of rows that are normed already (`moe_gate`'s shared experts): the second launch of an op.
+pub(super) struct GateUpOfNormed {
+    pub op: &'static str,
+    pub shape: Shape,
+    pub rows: usize,
+    pub out: BufferId,
+    pub h: BufferId,
+    pub weight: WeightId,
+    /// Passed on, not read.
+    pub norm: WeightId,
+}
+
+impl GateUpOfNormed {
+    /// Most rows at which a block holds its whole weight before the wait, three blocks an SM.
+    const HELD_ROWS_MAX: usize = 8;
+
+    pub fn launch(&self, gpu: &GpuFacts) -> Result<Launch, LaunchError> {
+        let GateUpOfNormed { op, shape, rows, out, h, weight, norm } = *self;
+        let mut tiling = Tiling::sliced(rows, shape.row_tiles());
+        let held_bytes = 8 * held_bytes(shape.k_tiles(), tiling.row_tiles, 4);
+        let held = rows <= Self::HELD_ROWS_MAX && 3 * (held_bytes + tiling.slice_bytes()) <= gpu.shared_max;
+        let held_bytes = if held { held_bytes } else { 0 };
+        if held {
+            tiling.blocks_per_sm = 3;
+        }
+        let shared_bytes = held_bytes + tiling.slice_bytes();
+        gpu.require_shared(op, shared_bytes)?;
+        let mut defines = shape.defines();
+        defines.extend(tiling.defines());
+        defines.extend([flag("STAGED", false), flag("FUSED", false), flag("EAGER", false), flag("HELD", held)]);
+        defines.extend([define("HELD_SHARED", held_bytes), define_bits("EPS_BITS", 0.0)]);
+        Ok(Launch {
+            kernel: Kernel { source: "norm_gate_up.cu", function: "norm_gate_up", defines },
+            grid: [(shape.row_tiles() / tiling.row_tiles) as u32, tiling.token_groups(rows), 1],
+            block: BLOCK,
+            shared_bytes: shared_bytes as u32,
+            args: vec![Arg::Buffer(out), Arg::Buffer(h), Arg::Weight(weight), Arg::Weight(norm), Arg::U32(rows as u32)],
+            ..Launch::plain()
+        })
     }
 }
 
@@ -280,7 +338,8 @@ impl NormedWhole {
         gpu.require_shared(op, bytes)?;
         let mut defines = shape.defines();
         defines.extend(tiling.defines());
-        defines.extend([flag("STAGED", staged), flag("FUSED", !staged), define_bits("EPS_BITS", eps)]);
+        defines.extend([flag("STAGED", staged), flag("FUSED", !staged), flag("EAGER", true), flag("HELD", false)]);
+        defines.extend([define("HELD_SHARED", 0), define_bits("EPS_BITS", eps)]);
         let per_block = 8 * tiling.row_tiles;
         let blocks = shape.row_tiles().div_ceil(per_block);
         let grid_x = if staged { blocks } else { blocks.min(gpu.sm_count * tiling.blocks_per_sm) };
@@ -323,7 +382,8 @@ impl NormGateUp {
         gpu.require_shared(op, shared_bytes)?;
         let mut defines = shape.defines();
         defines.extend(tiling.defines());
-        defines.extend([flag("STAGED", false), flag("FUSED", fused), define_bits("EPS_BITS", self.eps)]);
+        defines.extend([flag("STAGED", false), flag("FUSED", fused), flag("EAGER", true), flag("HELD", false)]);
+        defines.extend([define("HELD_SHARED", 0), define_bits("EPS_BITS", self.eps)]);
         let h = Arg::Workspace;
         let gemm = Launch {
             kernel: Kernel { source: "norm_gate_up.cu", function: op, defines },

@@ -176,7 +176,7 @@ impl Op {
             Op::Sample(op) => Ok(vec![op.launch(specs, gpu)?]),
             Op::MoeGate(op) => op.launches(specs, gpu),
             Op::MoeUp(op) => Ok(vec![op.launch(specs, gpu)?]),
-            Op::MoeDown(op) => Ok(vec![op.launch(specs, gpu)?]),
+            Op::MoeDown(op) => op.launches(specs, gpu),
             Op::MlaAttend(op) => Ok(vec![op.launch(specs, gpu)?]),
             Op::GqaAttend(op) => Ok(vec![op.launch(specs, gpu)?]),
             Op::Fetch(op) => op.launches(specs),

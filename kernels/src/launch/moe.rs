@@ -1,17 +1,23 @@
 //! Geometry of the mixture-of-experts ops. No choice here changes a bit.
 //!
-//! `moe_gate`: the router is one block beside the shared experts' row tiles. `moe_up`: the GPU's blocks walk (active expert, row tile) items.
-//! `moe_down`: a block owns 16 outputs of a chunk of rows and all their experts, so that sums need no atomics.
+//! `moe_gate`: a block routes eight rows; the shared experts' first half is a launch of its own behind it, under which `moe_up` starts.
+//! `moe_up`: the GPU's blocks walk (active expert, row tile) items. `moe_down`: at few rows a block owns 16 outputs and all their experts; at
+//! more the GPU's blocks walk items and leave each expert's output in the workspace for a second launch to sum. Neither needs atomics.
 
-use super::gemm::{BLOCK, FUSED_ROWS_MAX, NormApart, Shape, Tiling, define_bits, flag};
+use super::gemm::{self, BLOCK, GateUpOfNormed, Shape, define_bits, flag};
 use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, define};
 use crate::Specs;
 use crate::contract::{EXPERT_SHARDS, shard_of};
 use crate::ops::{MoeDown, MoeGate, MoeSum, MoeUp, TopkMethod};
-use crate::spec::Cols;
 
-/// Rows whose lines one block of `moe_down` sums: y of each line stays in shared memory.
-const DOWN_CHUNK_MAX: usize = 256;
+/// Rows of a `moe_gate` block.
+const GATE_ROWS: usize = 8;
+/// Threads of a `moe_gate` block: two warps a slice.
+const GATE_BLOCK: u32 = 512;
+/// Most rows at which a block of `moe_down` owns its outputs and keeps every expert's part in shared memory.
+const DOWN_OWNED_ROWS_MAX: usize = 16;
+/// Token tiles of the shared experts that one warp of `moe_down_lines` takes: fewer rows, shorter items.
+const SHARED_TILES: [(usize, usize); 2] = [(32, 2), (usize::MAX, 4)];
 
 impl MoeGate {
     pub(super) fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
@@ -23,28 +29,22 @@ impl MoeGate {
             let need = "at most 32 of 512".into();
             return Err(LaunchError::Shape { op, what: "the number of chosen experts", got: routing.top_k, need });
         }
-        let shared = match &self.shared {
-            Some(shared) => Some(Shape::of(op, specs, shared.weight)?),
-            None => None,
-        };
-        if let Some(shared) = &shared {
-            shared.require_slices(op, &[8])?;
-        }
-        let tiling = Tiling::sliced(rows, shared.map_or(1, |shared| shared.row_tiles()));
-        let fused = rows <= FUSED_ROWS_MAX;
-        let tokens = tiling.token_tiles * 8;
-        let normed = if fused { tokens * router.shared_stride() * 2 } else { 0 };
-        let shared_bytes = tiling.slice_bytes() + tokens * router.row_tiles() * 16 * 4 + normed;
+        let row_tiles = if router.row_tiles() > 2 && router.row_tiles().is_multiple_of(2) { 2 } else { 1 };
+        let logits = GATE_ROWS * router.row_tiles() * 16 * 4;
+        let rest = 2 * gemm::slice_bytes(1) + logits + GATE_ROWS * router.shared_stride() * 2;
+        let held_bytes = 16 * gemm::held_bytes(router.k_tiles(), row_tiles, 4 * row_tiles);
+        let held = rest + held_bytes <= gpu.shared_max;
+        let held_bytes = if held { held_bytes } else { 0 };
+        let shared_bytes = rest + held_bytes;
         gpu.require_shared(op, shared_bytes)?;
         let (groups, topk_groups) = match routing.method {
             TopkMethod::Greedy => (1, 1),
             TopkMethod::GroupLimitedGreedy { groups, topk_groups } => (groups, topk_groups),
         };
-        let mut defines = vec![
+        let defines = vec![
             define("WEIGHT_K", router.k),
             define("SLICES", router.slices),
             define("EXPERTS", routing.experts),
-            define("SHARED_N", shared.map_or(0, |shared| shared.n)),
             define("TOP_K", routing.top_k),
             define("ROUTE_GROUPS", groups),
             define("ROUTE_TOPK_GROUPS", topk_groups),
@@ -52,44 +52,86 @@ impl MoeGate {
             define_bits("SCALING_BITS", routing.scaling),
             define("FIRST_EXPERT", self.first_expert),
             define("LOCAL_EXPERTS", self.local_experts),
-            flag("FUSED", fused),
             define_bits("EPS_BITS", self.eps),
+            define("ROW_TILES", row_tiles),
+            flag("HELD", held),
+            define("HELD_SHARED", held_bytes),
         ];
-        defines.extend(tiling.defines());
-        let shared_blocks = shared.map_or(0, |shared| shared.row_tiles() / tiling.row_tiles);
-        let shared_act = self.shared.as_ref().map_or(self.h, |shared| shared.act);
-        let gate = Launch {
+        let mut launches = vec![Launch {
             kernel: Kernel { source: "moe_gate.cu", function: op, defines },
-            grid: [1 + shared_blocks as u32, rows.div_ceil(tokens) as u32, 1],
-            block: BLOCK,
+            grid: [rows.div_ceil(GATE_ROWS) as u32, 1, 1],
+            block: GATE_BLOCK,
             shared_bytes: shared_bytes as u32,
             args: vec![
                 Arg::Buffer(self.h),
                 Arg::Buffer(self.expert_id),
                 Arg::Buffer(self.expert_weight),
-                Arg::Buffer(shared_act),
-                Arg::Buffer(if fused { self.x } else { self.h }),
+                Arg::Buffer(self.x),
                 Arg::Weight(self.norm),
                 Arg::Weight(self.router),
-                Arg::Weight(self.shared.as_ref().map_or(self.router, |shared| shared.weight)),
                 Arg::Buffer(self.live),
                 Arg::Buffer(self.step),
                 Arg::U32(rows as u32),
             ],
             ..Launch::plain()
-        };
-        if fused {
-            return Ok(vec![gate]);
+        }];
+        if let Some(shared) = &self.shared {
+            let shape = Shape::of(op, specs, shared.weight)?;
+            shape.require_slices(op, &[8])?;
+            // It must not be eager: `moe_up` reads the choice early, and this launch is what it leans on.
+            let (out, h, weight, norm) = (shared.act, self.h, shared.weight, self.norm);
+            launches.push(GateUpOfNormed { op, shape, rows, out, h, weight, norm }.launch(gpu)?);
         }
-        let x = Cols { buffer: self.x, offset: 0, width: router.k };
-        let (h, x_stride, norm, eps) = (Arg::Buffer(self.h), router.k, self.norm, self.eps);
-        Ok(vec![NormApart { h, x, x_stride, norm, eps, rows, row_of: None }.launch(), gate])
+        Ok(launches)
     }
 }
 
-/// Bytes of `Routes<experts, lines, 8>` (`routes.cuh`).
+/// Bytes of `Routes<experts, lines, 8>` (`routes.cuh`); at most 32 lines are held in registers.
 fn routes_bytes(experts: usize, lines: usize) -> usize {
+    if lines <= 32 {
+        return 0;
+    }
     (experts * (4 + 4 + 8 * 4 + 2) + lines * 2 + 4 + 16).next_multiple_of(16)
+}
+
+/// How a warp meets an expert's tokens: token tiles of a pass, pairs of k tiles in flight at most, blocks of an SM.
+///
+/// Few rows are all latency, so a deep ring; from 16 rows on more tokens a pass, so that a weight is read once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Walk {
+    token_tiles: usize,
+    depth: usize,
+    blocks_per_sm: usize,
+}
+
+impl Walk {
+    fn up(rows: usize) -> Walk {
+        let (token_tiles, depth, blocks_per_sm) = match rows {
+            1 => (1, 16, 1),
+            2..=8 => (1, 8, 2),
+            9..=32 => (2, 4, 2),
+            33..=128 => (4, 4, 2),
+            _ => (8, 4, 1),
+        };
+        Walk { token_tiles, depth, blocks_per_sm }
+    }
+    fn down(rows: usize) -> Walk {
+        let (token_tiles, depth, blocks_per_sm) = match rows {
+            ..=8 => (1, 11, 1),
+            9..=DOWN_OWNED_ROWS_MAX => (2, 11, 1),
+            17..=32 => (2, 4, 2),
+            33..=128 => (4, 4, 2),
+            _ => (8, 4, 1),
+        };
+        Walk { token_tiles, depth, blocks_per_sm }
+    }
+    fn defines(&self) -> [(&'static str, String); 3] {
+        [
+            define("TOKEN_TILES", self.token_tiles),
+            define("DEPTH_MAX", self.depth),
+            define("BLOCKS_PER_SM", self.blocks_per_sm),
+        ]
+    }
 }
 
 impl MoeUp {
@@ -98,29 +140,23 @@ impl MoeUp {
         let shape = Shape::of(op, specs, self.weight)?;
         shape.require_slices(op, &[1])?;
         require_pairs(op, shape.k, 32)?;
-        let rows = specs.rows();
-        let token_tiles = match rows {
-            ..=16 => 1,
-            17..=64 => 2,
-            65..=128 => 4,
-            _ => 8,
-        };
-        let blocks_per_sm = if token_tiles <= 2 { 2 } else { 1 };
-        let shared_bytes = routes_bytes(self.local_experts, rows * self.top_k);
+        let (rows, walk) = (specs.rows(), Walk::up(specs.rows()));
+        let lines = rows * self.top_k;
+        let shared_bytes = routes_bytes(self.local_experts, lines);
         gpu.require_shared(op, shared_bytes)?;
         let mut defines = shape.defines();
         defines.extend([
             define("EXPERTS", self.local_experts),
             define("FIRST_EXPERT", self.first_expert),
             define("TOP_K", self.top_k),
-            define("LINES_MAX", rows * self.top_k),
-            define("TOKEN_TILES", token_tiles),
-            define("BLOCKS_PER_SM", blocks_per_sm),
+            define("LINES_MAX", lines),
+            flag("EARLY", self.early_choice),
         ]);
-        let items = (rows * self.top_k).min(self.local_experts) * shape.row_tiles();
+        defines.extend(walk.defines());
+        let items = lines.min(self.local_experts) * shape.row_tiles();
         Ok(Launch {
             kernel: Kernel { source: "moe_up.cu", function: op, defines },
-            grid: [items.div_ceil(8).min(gpu.sm_count * blocks_per_sm) as u32, 1, 1],
+            grid: [items.div_ceil(8).min(gpu.sm_count * walk.blocks_per_sm) as u32, 1, 1],
             block: BLOCK,
             shared_bytes: shared_bytes as u32,
             args: vec![
@@ -136,11 +172,12 @@ impl MoeUp {
 }
 
 impl MoeDown {
-    pub(super) fn launch(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Launch, LaunchError> {
+    pub(super) fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
         let op = "moe_down";
         let shape = Shape::of(op, specs, self.weight)?;
         shape.require_slices(op, &[1])?;
         require_pairs(op, shape.k, 32)?;
+        require_pairs(op, shape.n, 4)?;
         let shared = match self.shared {
             Some((_, weight)) => Some(Shape::of(op, specs, weight)?),
             None => None,
@@ -149,19 +186,9 @@ impl MoeDown {
             shared.require_slices(op, &[2])?;
             require_pairs(op, shared.k, 64)?;
         }
-        let rows = specs.rows();
-        let bytes =
-            |chunk: usize| chunk * (self.top_k + 2) * 16 * 4 + routes_bytes(self.local_experts, chunk * self.top_k);
-        let mut chunk = rows.min(DOWN_CHUNK_MAX);
-        while chunk > 8 && bytes(chunk) > gpu.shared_max {
-            chunk = chunk.div_ceil(2);
-        }
-        gpu.require_shared(op, bytes(chunk))?;
-        let token_tiles = match chunk {
-            ..=16 => 1,
-            17..=64 => 2,
-            _ => 4,
-        };
+        let (rows, walk) = (specs.rows(), Walk::down(specs.rows()));
+        let lines = rows * self.top_k;
+        let apart = rows > DOWN_OWNED_ROWS_MAX;
         let first_shard = shard_of(self.first_expert, self.experts);
         let shards = if self.local_experts == self.experts {
             EXPERT_SHARDS
@@ -172,37 +199,68 @@ impl MoeDown {
             MoeSum::Residual { x } => (x, x, true),
             MoeSum::Partial { partial, shared } => (partial, shared, false),
         };
+        let shared_tiles = SHARED_TILES.iter().find(|(most, _)| rows <= *most).map_or(4, |(_, tiles)| *tiles);
         let mut defines = shape.defines();
         defines.extend([
             define("SHARED_K", shared.map_or(0, |shared| shared.k)),
+            define("SHARED_TILES", shared_tiles),
             define("EXPERTS", self.local_experts),
             define("EXPERTS_ALL", self.experts),
             define("FIRST_EXPERT", self.first_expert),
             define("SHARDS", shards),
             define("FIRST_SHARD", first_shard),
             define("TOP_K", self.top_k),
-            define("CHUNK", chunk),
-            define("TOKEN_TILES", token_tiles),
+            define("LINES_MAX", lines),
+            define("ROWS_MAX", rows),
+            // Activations asked for ahead must divide the ring: eleven pairs, or eight registers' worth of four.
+            define("X_AHEAD", if walk.depth == 11 && walk.token_tiles == 1 { 44 } else { 32 }),
             flag("RESIDUAL", residual),
+            flag("APART", apart),
         ]);
-        Ok(Launch {
-            kernel: Kernel { source: "moe_down.cu", function: op, defines },
-            grid: [shape.row_tiles() as u32, rows.div_ceil(chunk) as u32, 1],
-            block: BLOCK,
-            shared_bytes: bytes(chunk) as u32,
-            args: vec![
-                Arg::Buffer(out),
-                Arg::Buffer(shared_out),
-                Arg::Buffer(self.act),
-                Arg::Buffer(self.expert_id),
-                Arg::Buffer(self.expert_weight),
-                Arg::Weight(self.weight),
-                Arg::Buffer(self.shared.map_or(self.act, |(act, _)| act)),
-                Arg::Weight(self.shared.map_or(self.weight, |(_, weight)| weight)),
-                Arg::U32(rows as u32),
-            ],
-            ..Launch::plain()
-        })
+        defines.extend(walk.defines());
+        let rows_arg = Arg::U32(rows as u32);
+        let (act, ids, weights) = (Arg::Buffer(self.act), Arg::Buffer(self.expert_id), Arg::Buffer(self.expert_weight));
+        let shared_act = Arg::Buffer(self.shared.map_or(self.act, |(act, _)| act));
+        let shared_weight = Arg::Weight(self.shared.map_or(self.weight, |(_, weight)| weight));
+        let (out, shared_out, weight) = (Arg::Buffer(out), Arg::Buffer(shared_out), Arg::Weight(self.weight));
+        let kernel = |function| Kernel { source: "moe_down.cu", function, defines: defines.clone() };
+        if !apart {
+            let y_bytes = rows * (self.top_k + 2) * 16 * 4;
+            let shared_bytes = y_bytes + routes_bytes(self.local_experts, lines);
+            gpu.require_shared(op, shared_bytes)?;
+            return Ok(vec![Launch {
+                kernel: kernel(op),
+                grid: [shape.row_tiles() as u32, 1, 1],
+                block: BLOCK,
+                shared_bytes: shared_bytes as u32,
+                args: vec![out, shared_out, act, ids, weights, weight, shared_act, shared_weight, rows_arg],
+                ..Launch::plain()
+            }]);
+        }
+        let shared_bytes = routes_bytes(self.local_experts, lines);
+        gpu.require_shared(op, shared_bytes)?;
+        let workspace_bytes = rows * (self.top_k + 2) * shape.n * 4;
+        let shared_items = if shared.is_some() { 2 * rows.div_ceil(shared_tiles * 8) } else { 0 };
+        let items = (shared_items + lines.min(self.local_experts)) * shape.row_tiles();
+        Ok(vec![
+            Launch {
+                kernel: kernel("moe_down_lines"),
+                grid: [items.div_ceil(8).min(gpu.sm_count * walk.blocks_per_sm) as u32, 1, 1],
+                block: BLOCK,
+                shared_bytes: shared_bytes as u32,
+                workspace_bytes,
+                args: vec![Arg::Workspace, act, ids, weight, shared_act, shared_weight, rows_arg],
+                ..Launch::plain()
+            },
+            Launch {
+                kernel: kernel("moe_down_sum"),
+                grid: [(rows * shape.n).div_ceil(4 * BLOCK as usize) as u32, 1, 1],
+                block: BLOCK,
+                workspace_bytes,
+                args: vec![out, shared_out, Arg::Workspace, ids, weights, rows_arg],
+                ..Launch::plain()
+            },
+        ])
     }
 }
 

@@ -18,6 +18,8 @@ pub struct MoeUp {
     pub first_expert: usize,
     pub local_experts: usize,
     pub top_k: usize,
+    /// The op that chose runs another launch after the choice (the shared experts' first half), so the choice may be read early.
+    pub early_choice: bool,
 }
 
 impl Operation for MoeUp {

@@ -150,7 +150,7 @@ fn large() -> Vec<Case> {
     let (act, h) = (net.per_row("act", DType::Bf16, 3 * 70), net.per_row("h", DType::Bf16, 120));
     let expert_id = net.per_row("expert_id", DType::U32, 3);
     let weight = net.gemm(&mut random, GemmKind::ExpertGateUp, 16, 140, 120);
-    let up = MoeUp { act, h, expert_id, weight, first_expert: 0, local_experts: 16, top_k: 3 };
+    let up = MoeUp { act, h, expert_id, weight, first_expert: 0, local_experts: 16, top_k: 3, early_choice: true };
     cases.push(Case::new("up", net, Op::MoeUp(up), vec![act], nothing()).words(expert_id, ids.clone()));
 
     let (mut net, mut random) = (Net::new(90), Random(34));

@@ -124,7 +124,8 @@ fn moe_up(ranks: usize) -> Case {
     let h = net.per_row("h", DType::Bf16, HIDDEN);
     let expert_id = net.per_row("expert_id", DType::U32, TOP_K);
     let weight = net.gemm(&mut random, GemmKind::ExpertGateUp, local_experts, 2 * INNER, HIDDEN);
-    let op = Op::MoeUp(MoeUp { act, h, expert_id, weight, first_expert, local_experts, top_k: TOP_K });
+    let op =
+        Op::MoeUp(MoeUp { act, h, expert_id, weight, first_expert, local_experts, top_k: TOP_K, early_choice: true });
     let expect = move |net: &Net, before: &CpuMemory, after: &CpuMemory| {
         let (mut values, mut ranges) = (Vec::new(), Vec::new());
         for (line, &id) in before.u32(expert_id).iter().enumerate() {
