@@ -23,7 +23,7 @@ class Record:
     """What one run showed."""
 
     def __init__(self):
-        self.checks, self.metrics, self.versions = [], [], {}
+        self.checks, self.metrics, self.versions, self.contract_hash = [], [], {}, ""
 
     def check(self, name, holds, detail=""):
         self.checks.append({"name": name, "pass": bool(holds), "detail": str(detail)})

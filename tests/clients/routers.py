@@ -118,6 +118,7 @@ def check(command, binary, record, every_replica=False):
     """Runs the whole case; `every_replica` takes both away, which must be seen."""
     for how in ("terminated",) if every_replica else ("terminated", "killed"):
         replicas = [Served(binary), Served(binary)]
+        record.contract_hash = replicas[1].contract_hash()
         router = Router(command, replicas)
         try:
             if not record.check(f"{how}: the router becomes ready", router.ready(), "" if router.process.poll() is None else router.tail()):

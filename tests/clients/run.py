@@ -49,6 +49,7 @@ def main():
             "dirty": dirty,
             "machine": machine(),
             "config": {"device": "cpu", "model": "shakespeare-dsv2", "versions": record.versions},
+            "contract_hash": record.contract_hash,
             "seed": 0,
             "command": ["python3", "tests/clients/run.py", *(["--no-canary"] if arguments.no_canary else []), name],
             "checks": record.checks,
@@ -83,6 +84,7 @@ def attempt(name, arguments):
             caught = any("no request lost" in check["name"] and not check["pass"] for check in spoiled.checks)
             return record, {"fault": "both replicas go away", "caught": caught}
         served = Served(arguments.binary)
+        record.contract_hash = served.contract_hash()
         try:
             CLIENTS[name](tools, served, served.model, record)
             idle, values = served.idle()

@@ -38,6 +38,10 @@ class Served:
         with urllib.request.urlopen(self.url + path, timeout=10) as answer:
             return answer.read().decode()
 
+    def contract_hash(self):
+        """Names the arithmetic that answers come from."""
+        return json.loads(self.get("/version"))["contract_hash"]
+
     def status(self, path):
         try:
             with urllib.request.urlopen(self.url + path, timeout=10) as answer:
