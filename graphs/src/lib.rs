@@ -9,6 +9,7 @@ pub mod cuda;
 pub mod device;
 pub mod exchange;
 pub mod fault;
+pub mod meeting;
 pub mod model;
 pub mod null;
 pub mod plan;

@@ -43,6 +43,7 @@ pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
         "mla_prep.cu",
         "mla_uv.cu",
         "gqa_prep.cu",
+        "exchange.cu",
         "moe_combine.cu",
         "head.cu",
         "moe_gate.cu",

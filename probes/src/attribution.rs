@@ -4,13 +4,13 @@ use crate::bench_decode::{distinct_rows, op_floor_bytes};
 use crate::claim::{Claim, Label};
 use crate::cli::{Outcome, ProbeError};
 use crate::cuda::{self, NoDevice};
-use crate::driver::Driver;
+use crate::driver::{Driver, StepTime};
 use crate::evidence::{Canary, Draft};
 use crate::stats::Summary;
 use crate::subject::{Subject, SubjectArgs};
 use serde::Serialize;
-use serde_json::json;
-use slotgraph_graphs::cuda::{CudaDevice, CudaError, OpTime};
+use serde_json::{Value, json};
+use slotgraph_graphs::cuda::{Counters, CudaDevice, CudaError, OpTime};
 use slotgraph_graphs::plan::Plan;
 use slotgraph_graphs::spec::ModelSpec;
 use std::collections::BTreeMap;
@@ -68,40 +68,25 @@ fn examine(args: &Args, subject: &Subject) -> Result<Outcome, ProbeError> {
     if args.rows == 0 || args.rows > subject.config.max_slots {
         return Err(ProbeError::Usage(format!("--rows {}: between 1 and --max-slots", args.rows)));
     }
-    let device = match cuda::prepare(subject, true, None) {
-        Ok(device) => device,
+    // Every rank times its own steps, which are the same; rank 0 speaks.
+    let spec = &subject.checkpoint.spec;
+    let timed = |_, device| timed(device, args, spec);
+    let ranks = match cuda::on_ranks(subject, subject.config.transport, true, timed) {
+        Ok(ranks) => ranks.into_iter().collect::<Result<Vec<Timed>, ProbeError>>()?,
         Err(none) => return none.end(draft),
     };
-    draft.startup = serde_json::to_value(device.report()).expect("a report is plain data");
-    draft.detail("counters_before", device.counters());
-    let limits = device.limits().clone();
-    let bucket = limits.buckets.iter().copied().find(|&b| b >= args.rows).expect("rows fit the seats");
-    let plan = device.plan(bucket).map_err(|e| ProbeError::Failed(e.to_string()))?.clone();
-    let mut driver = Driver::new(device, limits);
-    let failed = |e: CudaError| ProbeError::Failed(e.to_string());
-    let spec = &subject.checkpoint.spec;
-    let timed = 2 * args.steps + args.warmup + 64;
-    driver.seat(distinct_rows(spec, args.rows, args.context), args.context + timed);
-    driver.prefill(usize::MAX, |_| {}).map_err(|e| ProbeError::Failed(e.to_string()))?;
-    let plain = driver.decode(args.warmup.max(16), |_| {}).map_err(|e| ProbeError::Failed(e.to_string()))?;
-    let mut eager = Vec::new();
-    let mut inside = Vec::new();
-    let mut stamp_us = Vec::new();
-    for _ in 0..args.steps {
-        eager.push(driver.by_hand(CudaDevice::time_ops).map_err(failed)?.1);
-        let (_, times) = driver.by_hand(CudaDevice::time_nodes).map_err(failed)?;
-        stamp_us.push(times.stamp_us);
-        inside.push(times.ops);
-    }
-    let stamp = Summary::of(&stamp_us).p50;
+    let Timed { startup, counters, plan, plain, eager, inside, stamp_us } = &ranks[0];
+    draft.startup = startup.clone();
+    draft.detail("counters_before", counters.0);
+    let stamp = Summary::of(stamp_us).p50;
     let context = args.context + args.warmup + args.steps;
-    let floor = |at: &OpTime| op_floor_bytes(spec, &plan, at.index, args.rows, context);
+    let floor = |at: &OpTime| op_floor_bytes(spec, plan, at.index, args.rows, context);
     let by = |samples: &[Vec<OpTime>], name: fn(&OpTime) -> String, less: f64| {
         table(samples, name, &floor, less, args.bandwidth)
     };
     let op = |at: &OpTime| at.op.to_string();
     let site = |at: &OpTime| at.layer.map_or(at.op.to_string(), |layer| format!("{}.{}", layer, at.op));
-    let by_op = by(&inside, op, stamp);
+    let by_op = by(inside, op, stamp);
     let whole: f64 = by_op.iter().map(|row| row.mean_us * row.calls as f64).sum();
     let step_us = Summary::of(&plain.iter().map(|t| t.device.as_secs_f64() * 1e6).collect::<Vec<_>>()).p50;
     draft.check(
@@ -111,15 +96,54 @@ fn examine(args: &Args, subject: &Subject) -> Result<Outcome, ProbeError> {
     );
     draft.metric("step_us_p50", step_us, "us", plain.len() as u64, None);
     draft.metric("stamped_step_us", whole, "us", args.steps as u64, None);
+    if let Some(exchange) = by_op.iter().find(|row| row.name == "exchange") {
+        // One a sparse layer, with the wait for the slowest rank in it.
+        draft.metric("exchange_us_per_layer", exchange.mean_us, "us", args.steps as u64, None);
+    }
     draft.detail("by_op", &by_op);
-    draft.detail("by_call_site", by(&inside, site, stamp));
-    draft.detail("by_op_eager", by(&eager, op, 0.0));
-    draft.detail("by_call_site_eager", by(&eager, site, 0.0));
-    draft.detail("stamp_us", Summary::of(&stamp_us));
-    draft.detail("counters", driver.device.counters());
-    draft.detail("coverage", coverage(&plan, spec));
-    draft.canary(known_cost_canary(&eager, &inside));
+    draft.detail("by_call_site", by(inside, site, stamp));
+    draft.detail("by_op_eager", by(eager, op, 0.0));
+    draft.detail("by_call_site_eager", by(eager, site, 0.0));
+    draft.detail("stamp_us", Summary::of(stamp_us));
+    draft.detail("counters", counters.1);
+    draft.detail("coverage", coverage(plan, spec));
+    draft.canary(known_cost_canary(eager, inside));
     Ok(Outcome::Evidence(Box::new(draft.finish())))
+}
+
+/// What one rank measured.
+struct Timed {
+    startup: Value,
+    /// Before and after.
+    counters: (Counters, Counters),
+    plan: Plan,
+    plain: Vec<StepTime>,
+    eager: Vec<Vec<OpTime>>,
+    inside: Vec<Vec<OpTime>>,
+    stamp_us: Vec<f64>,
+}
+
+fn timed(device: CudaDevice, args: &Args, spec: &ModelSpec) -> Result<Timed, ProbeError> {
+    let failed = |e: CudaError| ProbeError::Failed(e.to_string());
+    let startup = serde_json::to_value(device.report()).expect("a report is plain data");
+    let before = device.counters();
+    let limits = device.limits().clone();
+    let bucket = limits.buckets.iter().copied().find(|&b| b >= args.rows).expect("rows fit the seats");
+    let plan = device.plan(bucket).map_err(|e| ProbeError::Failed(e.to_string()))?.clone();
+    let mut driver = Driver::new(device, limits);
+    let timed = 2 * args.steps + args.warmup + 64;
+    driver.seat(distinct_rows(spec, args.rows, args.context), args.context + timed);
+    driver.prefill(usize::MAX, |_| {}).map_err(|e| ProbeError::Failed(e.to_string()))?;
+    let plain = driver.decode(args.warmup.max(16), |_| {}).map_err(|e| ProbeError::Failed(e.to_string()))?;
+    let (mut eager, mut inside, mut stamp_us) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..args.steps {
+        eager.push(driver.by_hand(CudaDevice::time_ops).map_err(failed)?.1);
+        let (_, times) = driver.by_hand(CudaDevice::time_nodes).map_err(failed)?;
+        stamp_us.push(times.stamp_us);
+        inside.push(times.ops);
+    }
+    let counters = (before, driver.device.counters());
+    Ok(Timed { startup, counters, plan, plain, eager, inside, stamp_us })
 }
 
 /// Rows by name, dearest first.
@@ -168,7 +192,7 @@ fn table(
     rows
 }
 
-fn coverage(plan: &Plan, spec: &ModelSpec) -> serde_json::Value {
+fn coverage(plan: &Plan, spec: &ModelSpec) -> Value {
     json!([
         {"item": "gpu events, eager", "status": "measured", "source": "an event before and after each op"},
         {"item": "in-graph node times", "status": "measured", "source": "global timer stamps between the ops of a graph"},

@@ -176,7 +176,7 @@ fn check_model(subject: &SubjectArgs, args: &Args, folder: Option<&Path>) -> Res
 
 /// A device without its first run, so that the first launch of each op is one that is watched.
 fn cold(options: CudaOptions) -> Result<CudaDevice, CudaError> {
-    let allocated = Opened::open(options)?.compile()?.load_weights()?.allocate()?;
+    let allocated = Opened::open(options)?.compile()?.connect()?.load_weights()?.allocate()?;
     let pages = allocated.pages()?;
     allocated.allocate_kv(pages)?.cold()?.capture()
 }

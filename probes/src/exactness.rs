@@ -20,7 +20,7 @@ use serde::Serialize;
 use serde_json::json;
 use slotgraph_graphs::device::DeviceError;
 use slotgraph_graphs::fault::{Fault, FaultDevice};
-use slotgraph_runtime::config::{DeviceKind, PrecisionMode, Settings};
+use slotgraph_runtime::config::{DeviceKind, PrecisionMode, Settings, Transport};
 use slotgraph_server::load;
 use slotgraph_server::tokenizer::Tokenizer;
 use std::collections::BTreeMap;
@@ -49,6 +49,9 @@ pub struct Args {
     /// Only this leg beside the base, by the name that the report gives it; several [default: all].
     #[arg(long = "leg", value_name = "NAME")]
     legs: Vec<String>,
+    /// GPUs of those legs, one a rank [default: 0, 1, …]; one named twice is shared.
+    #[arg(long, value_delimiter = ',')]
+    ep_devices: Vec<String>,
     /// Mean |Δlogprob| against the oracle, teacher-forced, prompts of at most 512 tokens.
     #[arg(long)]
     mean_limit: Option<f64>,
@@ -281,7 +284,7 @@ impl Run<'_> {
         Ok(subjects)
     }
 
-    /// Subjects with more ranks, over each transport that was asked for.
+    /// Subjects with more ranks, over each transport that was asked for; on a GPU eager, and captured where the transport can be.
     fn rank_subjects(&self, base: &Subject) -> Result<Vec<(String, Kind, Subject)>, ProbeError> {
         let cpu = base.config.device == DeviceKind::Cpu;
         if base.checkpoint.spec.experts().is_none() || base.config.ep > 1 {
@@ -295,13 +298,29 @@ impl Run<'_> {
         let mut subjects = Vec::new();
         for ep in degrees {
             for transport in &transports {
-                let subject = self.subject(|settings| {
-                    settings.ep = Some(ep);
-                    settings.transport = transport.cloned().or(settings.transport.take());
-                })?;
-                let name = format!("ep {ep}, {}", subject.config.transport.name());
-                let kind = if transport.is_some() { Kind::Transport } else { Kind::Ep };
-                subjects.push((name, kind, subject));
+                for graph in [false, true] {
+                    let captured = graph && !cpu && transport.is_none_or(|name| name != Transport::HostStaged.name());
+                    if graph && !captured {
+                        continue;
+                    }
+                    let subject = self.subject(|settings| {
+                        settings.ep = Some(ep);
+                        settings.devices =
+                            self.args.ep_devices.get(..ep).map(|devices| devices.join(",")).or(settings.devices.take());
+                        settings.transport = transport.cloned().or(settings.transport.take());
+                        settings.cuda_graph = (!cpu).then(|| if graph { "on" } else { "off" }.into());
+                    })?;
+                    let mode = if cpu {
+                        ""
+                    } else if graph {
+                        ", graph"
+                    } else {
+                        ", eager"
+                    };
+                    let name = format!("ep {ep}, {}{mode}", subject.config.transport.name());
+                    let kind = if transport.is_some() { Kind::Transport } else { Kind::Ep };
+                    subjects.push((name, kind, subject));
+                }
             }
         }
         Ok(subjects)

@@ -16,10 +16,12 @@ use crate::script::{self, StepBits, Transcript, first_divergence};
 use crate::stats::Summary;
 use crate::subject::{Subject, SubjectArgs};
 use report::{BucketReport, FailureStage, Readiness};
+use serde_json::json;
 use slotgraph_graphs::cuda::{Counters, CudaDevice, GraphReport, PrepareReport};
-use slotgraph_graphs::device::DeviceError;
+use slotgraph_graphs::device::{Device, DeviceError};
 use slotgraph_graphs::step::EndReason;
 use slotgraph_kernels::Role;
+use slotgraph_runtime::config::Transport;
 
 /// Prove that every bucket's graph replays as eager runs.
 #[derive(Debug, clap::Args)]
@@ -49,6 +51,11 @@ struct Ran {
     free: [u64; 2],
     /// What went wrong when a row's cache held NaN.
     nan_row: Result<(), String>,
+    contract_hash: String,
+    /// Of the preparation.
+    report: PrepareReport,
+    /// What was captured, for a device with graphs.
+    buckets: Vec<BucketReport>,
 }
 
 /// Bytes by which the free memory may move while steps run: other processes share the GPU.
@@ -72,40 +79,53 @@ fn examine(args: &Args, subject: &Subject) -> Result<Outcome, ProbeError> {
         return Err(ProbeError::Usage(format!("--steps {}: between 8 and --max-model-len less 64", args.steps)));
     }
     let buckets = subject.config.buckets.clone();
-    let mut readiness = Readiness::new(subject.config.transport.name(), &buckets);
+    let transport = subject.config.transport;
+    let mut readiness = Readiness::new(transport.name(), &buckets);
+    if transport == Transport::HostStaged {
+        readiness
+            .fail(FailureStage::CaptureFailed, "the host-staged exchange goes through the host and cannot be captured");
+        readiness.record(&mut draft);
+        return Ok(Outcome::Evidence(Box::new(draft.finish())));
+    }
 
-    let eager = match cuda::prepare(subject, false, None) {
-        Ok(device) => run_script(device, &buckets, args, None),
+    // The reference of several ranks exchanges through the host, which shares nothing with the transport that is examined.
+    let reference = if subject.config.ep > 1 { Transport::HostStaged } else { transport };
+    let eager = match cuda::on_ranks(subject, reference, false, |_, device| run_script(device, &buckets, args, false)) {
+        Ok(ranks) => ranks.into_iter().collect::<Result<Vec<Ran>, Failure>>(),
         Err(none @ NoDevice::Absent(_)) => return none.end(draft),
         Err(NoDevice::Failed(reason)) => Err((FailureStage::ReferenceFailed, reason)),
     };
     let graph = match &eager {
         Err(_) => Err((FailureStage::NotStarted, String::new())),
-        Ok(_) => match cuda::prepare(subject, true, None) {
-            Ok(device) => {
-                draft.contract_hash = contract_hash(&device);
-                draft.startup = serde_json::to_value(device.report()).expect("a report is plain data");
-                start_times(&mut draft, device.report());
-                run_script(device, &buckets, args, Some(&mut readiness))
-            }
+        Ok(_) => match cuda::on_ranks(subject, transport, true, |_, device| run_script(device, &buckets, args, true)) {
+            Ok(ranks) => ranks.into_iter().collect::<Result<Vec<Ran>, Failure>>(),
             Err(none) => Err((FailureStage::CaptureFailed, none.to_string())),
         },
     };
+    if let Ok(ranks) = &graph {
+        draft.contract_hash = ranks[0].contract_hash.clone();
+        draft.startup = match ranks.as_slice() {
+            [only] => json!(only.report),
+            several => json!({ "ranks": several.iter().map(|ran| &ran.report).collect::<Vec<_>>() }),
+        };
+        start_times(&mut draft, &ranks[0].report);
+    }
     match (&eager, &graph) {
         (Ok(eager), Ok(graph)) => judge(&mut readiness, eager, graph),
         (Err((stage, reason)), _) | (_, Err((stage, reason))) => readiness.fail(*stage, reason),
     }
-    if readiness.diverged() {
+    if readiness.diverged() && subject.config.ep == 1 {
         locate::first_op(subject, &mut readiness, args.steps);
     }
     readiness.record(&mut draft);
     if let (Ok(eager), Ok(graph)) = (&eager, &graph) {
-        for (mode, ran) in [("eager", eager), ("graph", graph)] {
-            let detail =
-                ran.nan_row.clone().err().unwrap_or_else(|| "and neither neighbours nor later holders saw it".into());
-            draft.check(&format!("{mode}: a_nan_row_ends_alone"), ran.nan_row.is_ok(), detail);
+        for (mode, ranks) in [("eager", eager), ("graph", graph)] {
+            let went_wrong = ranks.iter().find_map(|ran| ran.nan_row.clone().err());
+            let right = went_wrong.is_none();
+            let detail = went_wrong.unwrap_or_else(|| "and neither neighbours nor later holders saw it".into());
+            draft.check(&format!("{mode}: a_nan_row_ends_alone"), right, detail);
         }
-        let [before, after] = graph.free;
+        let [before, after] = graph[0].free;
         draft.check(
             "device_memory_is_flat",
             before.abs_diff(after) <= FREE_MOVES,
@@ -144,22 +164,14 @@ const GRAPH_MS_MAX: f64 = 300.0;
 const WARM_MS_MAX: f64 = 6000.0;
 const COMPILE_MS_MAX: f64 = 20_000.0;
 
-fn contract_hash(device: &CudaDevice) -> String {
-    use slotgraph_graphs::device::Device;
-    device.facts().contract_hash
-}
-
 type Failure = (FailureStage, String);
 
 /// Runs every bucket's script, plain and poisoned; a graph device also tells what was captured.
-fn run_script(
-    device: CudaDevice,
-    buckets: &[usize],
-    args: &Args,
-    mut readiness: Option<&mut Readiness>,
-) -> Result<Ran, Failure> {
+fn run_script(device: CudaDevice, buckets: &[usize], args: &Args, graph: bool) -> Result<Ran, Failure> {
     let failed = |e: DeviceError| (FailureStage::ReplayFailed, e.to_string());
     let limits = device.limits().clone();
+    let contract_hash = device.facts().contract_hash;
+    let report = device.report().clone();
     let ledger_before = device.ledger_hash();
     let lost = |e: slotgraph_graphs::cuda::CudaError| (FailureStage::ReplayFailed, e.to_string());
     let counters_before = device.counters();
@@ -169,7 +181,7 @@ fn run_script(
     for &bucket in buckets {
         transcripts.push(script::run(&mut driver, bucket, args.steps).map_err(failed)?);
     }
-    if readiness.is_some() && args.replays > 0 {
+    if graph && args.replays > 0 {
         exhaust(&mut driver, args.replays).map_err(failed)?;
     }
     let counters_after = driver.device.counters();
@@ -179,15 +191,17 @@ fn run_script(
         poison(&mut driver.device).map_err(|e| (FailureStage::ReplayFailed, e))?;
         poisoned.push(script::run(&mut driver, bucket, args.steps).map_err(failed)?);
     }
-    if let Some(readiness) = &mut readiness {
-        for (report, transcript) in readiness.buckets.iter_mut().zip(&transcripts) {
-            describe(report, &driver.device, transcript)?;
-            report.ledger_hash_before = ledger_before.clone();
-            report.ledger_hash_after = driver.device.ledger_hash();
-        }
+    let mut reports = Vec::new();
+    for (&bucket, transcript) in buckets.iter().zip(&transcripts).filter(|_| graph) {
+        let mut report = BucketReport { bucket, ..BucketReport::default() };
+        describe(&mut report, &driver.device, transcript)?;
+        report.ledger_hash_before = ledger_before.clone();
+        report.ledger_hash_after = driver.device.ledger_hash();
+        reports.push(report);
     }
     let nan_row = nan_row(&mut driver).map_err(failed)?;
-    Ok(Ran { transcripts, poisoned, counters_before, counters_after, free, nan_row })
+    let buckets = reports;
+    Ok(Ran { transcripts, poisoned, counters_before, counters_after, free, nan_row, contract_hash, report, buckets })
 }
 
 /// Many replays of one row, restarting its request when its context is full.
@@ -275,20 +289,33 @@ fn describe(report: &mut BucketReport, device: &CudaDevice, transcript: &Transcr
     Ok(())
 }
 
-fn judge(readiness: &mut Readiness, eager: &Ran, graph: &Ran) {
+/// A bucket's report is rank 0's, with what each rank captured; every rank's steps must be equal to the reference's of the same rank.
+fn judge(readiness: &mut Readiness, eager: &[Ran], graph: &[Ran]) {
     for (at, report) in readiness.buckets.iter_mut().enumerate() {
-        let (want, got) = (&eager.transcripts[at], &graph.transcripts[at]);
-        let plain = first_divergence(want, got);
-        report.steps_verified = match &plain {
-            None => got.steps.len(),
-            Some(divergence) => got.steps.iter().take_while(|step| step.step < divergence.step).count(),
-        };
-        report.first_divergence = plain.map(Into::into);
-        report.poison_changes_nothing =
-            same_but_steps(want, &graph.poisoned[at]) && same_but_steps(want, &eager.poisoned[at]);
+        *report = graph[0].buckets[at].clone();
+        report.poison_changes_nothing = true;
+        report.steps_verified = usize::MAX;
+        for (rank, (eager, graph)) in eager.iter().zip(graph).enumerate() {
+            let (want, got) = (&eager.transcripts[at], &graph.transcripts[at]);
+            let plain = first_divergence(want, got);
+            let verified = match &plain {
+                None => got.steps.len(),
+                Some(divergence) => got.steps.iter().take_while(|step| step.step < divergence.step).count(),
+            };
+            report.steps_verified = report.steps_verified.min(verified);
+            report.first_divergence = report.first_divergence.take().or(plain.map(Into::into));
+            report.poison_changes_nothing &=
+                same_but_steps(want, &graph.poisoned[at]) && same_but_steps(want, &eager.poisoned[at]);
+            if rank > 0 {
+                report.take_other_rank(rank, &graph.buckets[at]);
+            }
+        }
     }
-    readiness.counters_before = graph.counters_before;
-    readiness.counters_after = graph.counters_after;
+    // A rank that allocates or copies while steps run is as bad as any other.
+    let grew = graph.iter().find(|ran| Readiness::grown(ran.counters_before, ran.counters_after).is_some());
+    let shown = grew.unwrap_or(&graph[0]);
+    readiness.counters_before = shown.counters_before;
+    readiness.counters_after = shown.counters_after;
     readiness.close();
 }
 

@@ -1,7 +1,7 @@
 //! The devices of a configuration: one factory a rank, run on the thread that will use the device.
 
 mod cpu;
-mod cuda;
+pub mod cuda;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, DeviceKind};

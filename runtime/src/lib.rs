@@ -6,7 +6,7 @@
 pub mod checkpoint;
 pub mod clock;
 pub mod config;
-mod devices;
+pub mod devices;
 pub mod engine;
 pub mod faults;
 pub mod load;

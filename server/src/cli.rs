@@ -145,7 +145,7 @@ pub struct Engine {
     #[arg(long, value_parser = BoolishValueParser::new(), env = "SLOTGRAPH_ALLOW_SHARED_DEVICE")]
     allow_shared_device: bool,
     /// How ranks exchange: host-staged, nccl or p2p
-    #[arg(long, env = "SLOTGRAPH_TRANSPORT")]
+    #[arg(long, alias = "exchange", env = "SLOTGRAPH_TRANSPORT")]
     transport: Option<String>,
     /// Allow NCCL its multicast
     #[arg(long, value_parser = BoolishValueParser::new(), env = "SLOTGRAPH_NCCL_NVLS")]

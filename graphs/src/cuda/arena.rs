@@ -4,6 +4,7 @@
 //! device, the same in every bucket; every allocation is in the ledger; nothing is allocated after `allocate_kv`.
 
 use super::error::{CudaError, During};
+use super::exchange::Exchanger;
 use super::gpu::Gpu;
 use super::launch::Addresses;
 use super::ledger::Ledger;
@@ -163,6 +164,8 @@ impl Arena {
 pub(super) struct StepAddresses<'a> {
     pub arena: &'a Arena,
     pub weights: &'a Weights,
+    /// None for a single rank.
+    pub exchange: Option<&'a Exchanger>,
     /// A planted fault: this buffer is given another's address.
     pub diverted: Option<(BufferId, u64)>,
 }
@@ -177,8 +180,10 @@ impl Addresses for StepAddresses<'_> {
             Arg::Weight(id) => Some(self.weights.address(id)),
             Arg::Workspace => Some(self.arena.workspace.address),
             Arg::Counters => Some(self.arena.counters.address),
-            // Peer scratch comes with the P2P transport; the rest belongs to other launches.
-            Arg::Peers | Arg::Staging | Arg::Packed | Arg::Stamps | Arg::U32(_) | Arg::U64(_) => None,
+            Arg::Peer(rank) => self.exchange?.scratch_of(usize::from(rank)),
+            Arg::Status => self.exchange?.status_address(),
+            // Of other launches.
+            Arg::Staging | Arg::Packed | Arg::Stamps | Arg::U32(_) | Arg::U64(_) => None,
         }
     }
 }

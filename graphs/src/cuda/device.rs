@@ -6,7 +6,7 @@
 
 use super::arena::Arena;
 use super::error::{CudaError, During};
-use super::exchange::HostExchange;
+use super::exchange::Exchanger;
 use super::gpu::{Counters, Gpu};
 use super::graph::Graph;
 use super::ledger::{Audit, Ledger};
@@ -25,18 +25,20 @@ use crate::step::{RowFeed, StepInput, StepLimits, StepOutput};
 use slotgraph_kernels::contract;
 use slotgraph_kernels::launch::GpuFacts;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Polls without news between two looks at the stream's health.
 const POLLS_PER_CHECK: u32 = 4096;
 
 /// A GPU with every plan prepared.
 pub struct CudaDevice {
-    // Fields drop in this order: graphs, then the programs and functions, then the memory that they name, then the context.
+    // Fields drop in this order: graphs, then the programs, then the communicator, which waits for its graphs to go, then functions and the
+    // memory that all of them name, then the context.
     pub(super) graphs: Vec<Graph>,
-    pub(super) programs: Vec<Program>,
-    pub(super) exchange: Option<HostExchange>,
     pub(super) stamped: Option<Stamped>,
     pub(super) sabotage: Sabotage,
+    pub(super) programs: Vec<Program>,
+    pub(super) exchange: Option<Exchanger>,
     pub(super) modules: Modules,
     pub(super) arena: Arena,
     pub(super) weights: Weights,
@@ -53,23 +55,25 @@ pub struct CudaDevice {
     /// Steps run, by bucket.
     runs: Vec<u64>,
     polls: u32,
+    /// Since when the oldest step in flight is known to run.
+    running_since: Option<Instant>,
     lost: Option<String>,
     pub(super) gpu: Arc<Gpu>,
 }
 
 impl CudaDevice {
-    /// All phases in a row, for a device that has no other ranks to meet.
+    /// All phases in a row; where there are other ranks, beside theirs.
     pub fn prepare(options: CudaOptions) -> Result<CudaDevice, CudaError> {
         let _range = nvtx::range("prepare");
-        let allocated = Opened::open(options)?.compile()?.load_weights()?.allocate()?;
+        let allocated = Opened::open(options)?.compile()?.connect()?.load_weights()?.allocate()?;
         let pages = allocated.pages()?;
-        allocated.allocate_kv(pages)?.warm()?.capture()
+        allocated.allocate_kv(pages)?.warm()?.capture()?.replay()
     }
 
     pub(super) fn new(resolved: Resolved, graphs: Vec<Graph>) -> CudaDevice {
         let contract_hash = contract_hash(&resolved.base);
-        let Resolved { base, modules, weights, arena, programs, exchange, rings } = resolved;
-        let Base { options, gpu, facts, planned, ledger, report, .. } = base;
+        let Resolved { base, modules, weights, arena, programs, rings } = resolved;
+        let Base { options, gpu, facts, planned, exchange, ledger, report, .. } = base;
         CudaDevice {
             runs: vec![0; programs.len()],
             graphs,
@@ -90,6 +94,7 @@ impl CudaDevice {
             enqueued: 0,
             settled: 0,
             polls: 0,
+            running_since: None,
             lost: None,
             gpu,
         }
@@ -156,6 +161,9 @@ impl CudaDevice {
     /// Notes that the step admitted last is on the stream.
     pub(super) fn enqueued(&mut self, index: usize) {
         self.enqueued += 1;
+        if let Some(exchange) = &self.exchange {
+            exchange.enqueued(self.enqueued);
+        }
         self.runs[index] += 1;
     }
 
@@ -191,7 +199,11 @@ impl CudaDevice {
         if idle && !self.rings.is_published(&self.arena, step) {
             return Err(self.lose(DeviceError::Lost(format!("step {step} ran and published no record"))));
         }
-        Ok(())
+        let elapsed = self.running_since.get_or_insert_with(Instant::now).elapsed();
+        match self.exchange.as_ref().map(|exchange| exchange.check_step(step, elapsed)) {
+            Some(Err(error)) => Err(self.lose(error)),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -234,6 +246,10 @@ impl Device for CudaDevice {
             return Ok(false);
         }
         self.polls = 0;
+        self.running_since = None;
+        if let Some(Err(error)) = self.exchange.as_ref().map(Exchanger::failure) {
+            return Err(self.lose(error));
+        }
         self.rings.read(&self.arena, step, output).map_err(|error| self.lose(error))?;
         self.settled = step;
         Ok(true)
@@ -277,6 +293,16 @@ impl Device for CudaDevice {
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         // Nothing may be freed that a step still uses; if the wait fails, the context is broken and its work is over.
-        let _ = self.gpu.bind().and_then(|()| self.gpu.wait());
+        let _ = self.gpu.bind();
+        if let Some(exchange) = &mut self.exchange {
+            let unfinished = self.enqueued > self.settled || std::thread::panicking();
+            let reason =
+                self.lost.as_deref().or(unfinished.then_some("its device was dropped in the middle of a step"));
+            exchange.close(reason);
+            if self.lost.is_some() {
+                return;
+            }
+        }
+        let _ = self.gpu.wait();
     }
 }

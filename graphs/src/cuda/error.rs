@@ -6,6 +6,7 @@
 use super::libs::LibraryError;
 use super::nvrtc::CompileError;
 use crate::device::DeviceError;
+use crate::meeting::MeetingError;
 use crate::plan::PlanError;
 use crate::source::SourceError;
 use cudarc::driver::DriverError;
@@ -58,6 +59,16 @@ pub enum CudaError {
     Graph { bucket: usize, reason: String },
     #[error("{0}")]
     Unsupported(String),
+    #[error(
+        "NCCL {} at {path} is too old for this GPU: slotgraph needs {} or newer; name the folder of a newer one with --lib-dir, or use \
+         another --transport", super::nccl::version_text(*.have), super::nccl::version_text(*.needed)
+    )]
+    OldNccl { have: u32, needed: u32, path: PathBuf },
+    /// An exchange between ranks failed, or a rank was lost.
+    #[error("{0}")]
+    Exchange(String),
+    #[error(transparent)]
+    Meeting(#[from] MeetingError),
     #[error("there is no buffer named {0}")]
     NoBuffer(String),
     #[error("{what} reaches past the {bytes} bytes of {name}")]
@@ -77,6 +88,7 @@ impl CudaError {
             | CudaError::NewCompiler { .. }
             | CudaError::NoDevice { .. }
             | CudaError::OldGpu { .. }
+            | CudaError::OldNccl { .. }
             | CudaError::Memory { .. }
             | CudaError::Unsupported(_)
             | CudaError::NoBuffer(_)
@@ -85,8 +97,22 @@ impl CudaError {
             | CudaError::Source(_)
             | CudaError::Call { .. }
             | CudaError::Graph { .. }
+            | CudaError::Exchange(_)
+            | CudaError::Meeting(_)
             | CudaError::Step(_) => false,
         }
+    }
+}
+
+impl CudaError {
+    /// Whether all that happened here is that another rank left: its own failure is the one to report.
+    pub fn is_of_another_rank(&self) -> bool {
+        use slotgraph_kernels::ops::ExchangeError;
+        matches!(
+            self,
+            CudaError::Meeting(MeetingError::Gone { .. })
+                | CudaError::Step(DeviceError::Exchange(ExchangeError::PeerGone { .. }))
+        )
     }
 }
 

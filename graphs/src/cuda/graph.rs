@@ -5,6 +5,7 @@
 //! the memory that it names.
 
 use super::error::{CallError, CudaError, During, check};
+use super::exchange::Exchanger;
 use super::gpu::{Gpu, count};
 use super::ledger::{Audit, Ledger, audit};
 use super::nodes::{NodeKind, Walk, walk};
@@ -14,7 +15,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Kernels of libraries, by the start of their names. Their parameters are the library's own; they are only compared.
-const FOREIGN_KERNELS: [&str; 1] = ["ncclDevKernel"];
+const FOREIGN_KERNELS: [&str; 4] = ["ncclDevKernel", "ncclKernel", "ncclSymk", "ncclSymDev"];
 
 /// What one capture took and gave.
 #[derive(Clone, Debug, Default, serde::Serialize)]
@@ -54,12 +55,13 @@ impl Graph {
         gpu: &Arc<Gpu>,
         program: &Program,
         ledger: &Ledger,
+        exchange: Option<&mut Exchanger>,
         inside: impl FnOnce() -> Result<(), CallError>,
     ) -> Result<Graph, CudaError> {
         let bucket = program.bucket;
         let refused = |reason: String| CudaError::Graph { bucket, reason };
         let mut graph = Graph::record(gpu, bucket, || {
-            program.launch(gpu)?;
+            program.launch(gpu, exchange)?;
             inside().during(|| "inside the capture".into())
         })?;
         // SAFETY: the graph is live, and its context is current (it was captured on this thread).

@@ -110,6 +110,13 @@ impl PinnedMemory {
         unsafe { AtomicU32::from_ptr(self.words.as_ptr().add(at)) }.load(Ordering::Acquire)
     }
 
+    /// Stores one word that the device may be reading.
+    pub fn store(&self, at: usize, value: u32, order: Ordering) {
+        assert!(at < self.count, "word {at} of {}", self.count);
+        // SAFETY: as for `load`.
+        unsafe { AtomicU32::from_ptr(self.words.as_ptr().add(at)) }.store(value, order);
+    }
+
     pub fn host(&self) -> *mut c_void {
         self.words.as_ptr().cast()
     }

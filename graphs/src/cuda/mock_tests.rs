@@ -6,6 +6,7 @@
 use super::*;
 use crate::device::{Device, DeviceError};
 use crate::exchange::MemoryExchange;
+use crate::meeting::Meeting;
 use crate::plan::RankShape;
 use crate::source::{DummySpec, Source, SourceError, group_extents};
 use crate::step::{StepInput, StepOutput};
@@ -408,10 +409,11 @@ fn probes_see_every_op_buffer_and_node() {
 #[test]
 fn two_ranks_meet_on_the_host_and_refuse_graphs() {
     with_mock("two_ranks_meet_on_the_host_and_refuse_graphs", 2, "", || {
-        let exchange = MemoryExchange::new(2, Duration::from_secs(10));
+        let limit = Duration::from_secs(10);
+        let transport = Transport::HostStaged(Meeting::new(2, limit), MemoryExchange::new(2, limit));
         let of_rank = |rank, graph| CudaOptions {
             rank: RankShape { rank, ranks: 2 },
-            exchange: Some(exchange.clone()),
+            transport: transport.clone(),
             graph,
             ..options()
         };

@@ -19,6 +19,7 @@ pub mod ledger;
 pub mod libs;
 mod memory;
 mod modules;
+pub mod nccl;
 pub mod nodes;
 pub mod nvrtc;
 pub mod nvtx;
@@ -39,8 +40,11 @@ pub use error::{CallError, CudaError, DRIVER_MIN, DRIVER_MIN_RELEASE};
 pub use gpu::{Counters, GpuIdentity, device_count};
 pub use graph::GraphReport;
 pub use modules::ModulesReport;
-pub use options::{CudaOptions, FREE_MIN, KV_MARGIN, KvMemory, LibraryReport, MemoryReport, PrepareReport};
-pub use prepare::{Allocated, Compiled, Loaded, Opened, Resolved, Warm};
+pub use options::{
+    CudaOptions, ExchangeReport, FREE_MIN, KV_MARGIN, KvMemory, LibraryReport, MemoryReport, PeerReport, PrepareReport,
+    Transport,
+};
+pub use prepare::{Allocated, Captured, Compiled, Connected, Loaded, Opened, Resolved, Warm};
 pub use probe::{NodeInfo, Observer, OpAt, Turn};
 pub use timing::{CopyRates, NodeTimes, OpTime};
 pub use weights::{Progress, WeightsReport};

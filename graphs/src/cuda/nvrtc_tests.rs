@@ -137,6 +137,44 @@ fn launches_pass_what_their_kernels_declare() {
     }
 }
 
+/// Launches of the peer-to-peer exchange between 2, 4 and 8 ranks, at a decode shape and at one that goes in pieces.
+fn exchange_launches() -> Vec<Launch> {
+    let mut limits = samples::limits();
+    (limits.buckets, limits.prefill_chunk) = (vec![4, 512], 512);
+    let mut launches = Vec::new();
+    for ranks in [2, 4, 8] {
+        for bucket in [4, 512] {
+            let spec = samples::deepseek_on_cuda();
+            let plan = crate::model::build(&spec, &limits, RankShape { rank: 1, ranks }, bucket).unwrap();
+            let exchanges = plan.ops.iter().filter(|placed| matches!(placed.op, slotgraph_kernels::Op::Exchange(_)));
+            launches.extend(exchanges.flat_map(|placed| placed.op.launches(&plan, &GpuFacts::h200()).unwrap()));
+        }
+    }
+    launches
+}
+
+/// The exchange compiles for every architecture, without spills, and takes what its launches pass.
+#[test]
+fn the_exchange_compiles_for_every_architecture() {
+    let Some(nvrtc) = compiler() else { return };
+    let launches = exchange_launches();
+    assert!(launches.iter().any(|launch| launch.args.contains(&Arg::U32(256))), "a long shape goes in pieces");
+    let kernels: BTreeSet<&Kernel> = launches.iter().map(|launch| &launch.kernel).collect();
+    assert_eq!(kernels.len(), 3, "one kernel for each number of ranks");
+    for arch in ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"] {
+        for kernel in &kernels {
+            let unit = Unit { name: kernel.source.into(), text: kernel.unit() };
+            let cubin = nvrtc.compile(&unit, arch, &Cache::of_user()).unwrap();
+            let uses = function_uses(&cubin.log);
+            assert!(uses.iter().all(|uses| uses.spill_store_bytes == 0 && uses.stack_bytes == 0), "{arch}: {uses:?}");
+            assert!(uses[0].registers <= 80, "a block leaves others a place beside it: {uses:?}");
+            let launch = launches.iter().find(|launch| launch.kernel == **kernel).unwrap();
+            let given = launch.args.iter().map(|arg| if matches!(arg, Arg::U32(_)) { 4 } else { 8 }).collect();
+            assert_eq!(parameter_sizes(&cubin.image, "exchange"), Some(given));
+        }
+    }
+}
+
 fn sample_launches() -> Vec<Launch> {
     let mut limits = samples::limits();
     limits.buckets = vec![1, 16];

@@ -7,6 +7,7 @@ use super::graph::GraphReport;
 use super::modules::ModulesReport;
 use super::weights::{Progress, WeightsReport};
 use crate::fault::Fault;
+use crate::meeting::Meeting;
 use crate::plan::RankShape;
 use crate::source::Source;
 use crate::spec::ModelSpec;
@@ -14,6 +15,7 @@ use crate::step::StepLimits;
 use slotgraph_kernels::ops::AllGather;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Everything that `CudaDevice::prepare` needs.
 #[derive(Clone)]
@@ -30,8 +32,10 @@ pub struct CudaOptions {
     pub graph: bool,
     /// Programmatic edges between kernels, where the GPU and the kernels have them.
     pub pdl: bool,
-    /// The host-staged transport, for several ranks.
-    pub exchange: Option<Arc<dyn AllGather>>,
+    /// How several ranks exchange.
+    pub transport: Transport,
+    /// Longest time that a rank waits for another in a step.
+    pub exchange_limit: Duration,
     /// Folders of `--lib-dir`.
     pub lib_dirs: Vec<PathBuf>,
     /// Compiled kernels.
@@ -54,12 +58,44 @@ impl CudaOptions {
             kv: KvMemory::Fraction { of_free: 0.9, ranks_on_device: 1 },
             graph: true,
             pdl: true,
-            exchange: None,
+            transport: Transport::Single,
+            exchange_limit: EXCHANGE_LIMIT,
             lib_dirs: Vec::new(),
             cache: Cache::of_user(),
             progress: None,
             fault: None,
         }
+    }
+}
+
+/// Longest time that a rank waits for another in a step, unless told otherwise: ranks run the same work, so seconds apart is lost.
+const EXCHANGE_LIMIT: Duration = Duration::from_secs(10);
+
+/// How ranks exchange. The value is the ranks' common one: where they meet.
+#[derive(Clone)]
+pub enum Transport {
+    /// One rank: nothing to exchange.
+    Single,
+    /// Through the host; eager only.
+    HostStaged(Arc<Meeting>, Arc<dyn AllGather>),
+    /// Our kernel, over peer memory.
+    P2p(Arc<Meeting>),
+    /// NCCL's all-gather.
+    Nccl(Arc<Meeting>),
+}
+
+impl Transport {
+    /// Where the ranks meet, if there are several.
+    pub fn meeting(&self) -> Option<&Arc<Meeting>> {
+        match self {
+            Transport::Single => None,
+            Transport::HostStaged(meeting, _) | Transport::P2p(meeting) | Transport::Nccl(meeting) => Some(meeting),
+        }
+    }
+
+    /// Whether a step with its exchanges can be captured.
+    pub fn captures(&self) -> bool {
+        !matches!(self, Transport::HostStaged(..))
     }
 }
 
@@ -106,7 +142,35 @@ pub struct PrepareReport {
     pub modules: ModulesReport,
     pub weights: WeightsReport,
     pub memory: MemoryReport,
+    /// None for a single rank.
+    pub exchange: Option<ExchangeReport>,
     pub graphs: Vec<GraphReport>,
+}
+
+/// How this rank reaches the others.
+#[derive(Clone, Debug, Default, serde::Serialize)]
+pub struct ExchangeReport {
+    pub transport: &'static str,
+    /// Memory that the transport took: of the GPU, or pinned where it goes through the host.
+    pub scratch_bytes: u64,
+    /// Some GPU has more than one rank.
+    pub shared_device: bool,
+    pub peers: Vec<PeerReport>,
+}
+
+impl ExchangeReport {
+    pub(super) fn of(transport: &'static str) -> ExchangeReport {
+        ExchangeReport { transport, ..ExchangeReport::default() }
+    }
+}
+
+/// Another rank, and the way to it.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct PeerReport {
+    pub rank: usize,
+    pub ordinal: usize,
+    /// `same-gpu`, `peer-access` or `nccl`.
+    pub way: &'static str,
 }
 
 /// A library that is in use.

@@ -1,13 +1,14 @@
 //! Start-up of a CUDA device in phases, so that ranks can meet at a barrier between any two.
 //!
-//! `Opened → Compiled → Loaded → Allocated → Resolved → Warm → CudaDevice`; each phase takes what the one before it gave.
+//! `Opened → Compiled → Connected → Loaded → Allocated → Resolved → Warm → Captured → CudaDevice`; each phase takes what the one before it
+//! gave. Ranks that are connected meet by themselves before each phase in which their kernels wait for each other.
 //! **Invariants:** everything that allocates, compiles, captures or waits happens here; every configured bucket is captured
 //! or the start fails; afterwards the device is as before its first step.
 
 use super::arena::{Arena, StepAddresses, page_bytes};
 use super::device::CudaDevice;
 use super::error::{CudaError, During, check_compiler};
-use super::exchange::{ExchangeShape, HostExchange};
+use super::exchange::{ExchangeShape, Exchanger};
 use super::gpu::Gpu;
 use super::graph::Graph;
 use super::ledger::Ledger;
@@ -15,7 +16,7 @@ use super::libs::Libraries;
 use super::modules::Modules;
 use super::nvrtc::Nvrtc;
 use super::nvtx;
-use super::options::{CudaOptions, FREE_MIN, LibraryReport, PrepareReport};
+use super::options::{CudaOptions, FREE_MIN, LibraryReport, PrepareReport, Transport};
 use super::program::{Planned, Program, Work};
 use super::ring::Rings;
 use super::weights::{self, Weights};
@@ -34,6 +35,8 @@ pub(super) struct Base {
     nvrtc: Nvrtc,
     pub facts: GpuFacts,
     pub planned: Vec<Planned>,
+    /// Before everything it waits beside: dropped first, it frees the others of this rank.
+    pub exchange: Option<Exchanger>,
     pub ledger: Ledger,
     pub report: PrepareReport,
 }
@@ -63,7 +66,7 @@ impl Base {
         options.limits.pages = pages;
         let build = |bucket: &usize| {
             let plan = model::build(&options.spec, &options.limits, options.rank, *bucket)?;
-            Planned::new(plan, &self.facts)
+            Planned::new(plan, &self.facts, matches!(options.transport, Transport::P2p(_)))
         };
         self.planned = options.limits.buckets.iter().map(build).collect::<Result<_, _>>()?;
         Ok(())
@@ -75,6 +78,12 @@ pub struct Opened(Base);
 
 /// All kernels are compiled and on the GPU.
 pub struct Compiled {
+    base: Base,
+    modules: Modules,
+}
+
+/// This rank has met the others.
+pub struct Connected {
     base: Base,
     modules: Modules,
 }
@@ -101,12 +110,18 @@ pub struct Resolved {
     pub(super) weights: Weights,
     pub(super) arena: Arena,
     pub(super) programs: Vec<Program>,
-    pub(super) exchange: Option<HostExchange>,
     pub(super) rings: Rings,
 }
 
 /// Every bucket ran once, op by op.
 pub struct Warm(Resolved);
+
+/// Every bucket's graph is on the GPU (without graphs: nothing was to be done).
+pub struct Captured {
+    // The graphs hold the memory of what is below them, and a communicator that waits for them.
+    graphs: Vec<Graph>,
+    resolved: Resolved,
+}
 
 impl Opened {
     /// Finds the libraries, opens the device, and plans every bucket (for the fewest pages: the pool's size comes later).
@@ -136,11 +151,16 @@ impl Opened {
             shared_max: gpu.identity.shared_max,
             pdl: options.pdl && gpu.capability.0 >= 9,
         };
-        let mut base = Base { options, gpu, nvrtc, facts, planned: Vec::new(), ledger: Ledger::default(), report };
+        let mut base =
+            Base { options, gpu, nvrtc, facts, planned: Vec::new(), exchange: None, ledger: Ledger::default(), report };
         base.plan(PAGES_MIN)?;
-        if base.options.graph && base.planned.iter().any(Planned::has_exchange) {
+        if base.options.graph && !base.options.transport.captures() {
             let reason = "the host-staged exchange cannot be captured: use --cuda-graph off, or another --transport";
             return Err(CudaError::Unsupported(reason.into()));
+        }
+        let ranks = base.options.rank.ranks;
+        if (ranks > 1) == matches!(base.options.transport, Transport::Single) {
+            return Err(CudaError::Unsupported(format!("{ranks} ranks and their transport do not go together")));
         }
         base.report.phases_ms.push(("context", start.elapsed().as_secs_f64() * 1e3));
         Ok(Opened(base))
@@ -162,9 +182,29 @@ impl Opened {
 }
 
 impl Compiled {
+    /// Meets the other ranks: takes the exchange's scratch and opens the ways, or joins the communicator.
+    pub fn connect(self) -> Result<Connected, CudaError> {
+        let Compiled { mut base, modules } = self;
+        base.phase("communicators", |base| {
+            let Base { options, gpu, ledger, report, exchange, .. } = base;
+            let shape = ExchangeShape {
+                rank: options.rank.rank,
+                ranks: options.rank.ranks,
+                rows_max: options.limits.rows_max(),
+                hidden: options.spec.hidden,
+            };
+            *exchange = Exchanger::connect(gpu, options, shape, ledger, &mut report.libraries)?;
+            report.exchange = exchange.as_ref().map(Exchanger::report);
+            Ok(())
+        })?;
+        Ok(Connected { base, modules })
+    }
+}
+
+impl Connected {
     /// Reads, copies and packs the weights.
     pub fn load_weights(self) -> Result<Loaded, CudaError> {
-        let Compiled { mut base, modules } = self;
+        let Connected { mut base, modules } = self;
         let weights = base.phase("weights", |base| {
             let (source, progress) = (base.options.source.clone(), base.options.progress.clone());
             let specs = &base.planned[0].plan.weights;
@@ -192,13 +232,20 @@ impl Loaded {
 }
 
 impl Allocated {
-    /// Pages that this rank's memory allows. Ranks compare and all take the smallest.
+    /// Pages that every rank's memory allows: ranks compare, and all take the smallest.
     pub fn pages(&self) -> Result<usize, CudaError> {
         let base = &self.base;
+        if let Some(exchange) = &base.exchange {
+            // Ranks that share a GPU have all taken theirs before its free memory is read.
+            exchange.barrier("the barrier before the pools")?;
+        }
         let (free, _) = base.gpu.memory().during(|| "reading the free memory".into())?;
         let page = page_bytes(&base.planned[0].plan, base.options.limits.pages);
         let useful = base.options.limits.slots_max * base.options.limits.pages_per_slot + 1;
-        let pages = base.options.kv.pages(page, free, useful);
+        let mut pages = base.options.kv.pages(page, free, useful);
+        if let Some(exchange) = &base.exchange {
+            pages = exchange.least("the comparison of pools", pages)?;
+        }
         // Page 0 belongs to pad rows, and a pool must hold at least one page more.
         if pages < 2 {
             let needed = 2 * page as u64;
@@ -230,47 +277,36 @@ impl Allocated {
             Ok(())
         })?;
         let rings = Rings::new(&base.planned[0].plan, &base.options.limits)?;
-        let addresses = StepAddresses { arena: &arena, weights: &weights, diverted: None };
+        let named = exchanged(&base, &arena);
+        if let Some(exchange) = &mut base.exchange {
+            exchange.place(named);
+        }
+        let exchange = base.exchange.as_ref();
+        let addresses = StepAddresses { arena: &arena, weights: &weights, exchange, diverted: None };
         let resolve = |planned| Program::resolve(planned, &modules, &addresses, &base.facts);
         let programs = base.planned.iter().map(resolve).collect::<Result<Vec<_>, _>>()?;
-        let exchange = host_exchange(&base, &arena)?;
-        Ok(Resolved { base, modules, weights, arena, programs, exchange, rings })
+        Ok(Resolved { base, modules, weights, arena, programs, rings })
     }
 }
 
-/// The host-staged exchange, if the plans have one.
-fn host_exchange(base: &Base, arena: &Arena) -> Result<Option<HostExchange>, CudaError> {
+/// Addresses of the buffers that exchanges of a library, or through the host, name.
+fn exchanged(base: &Base, arena: &Arena) -> HashMap<BufferId, u64> {
     let exchanges = base.planned.iter().flat_map(|planned| &planned.work).filter_map(|work| match work {
         Work::Exchange(exchange) => Some(exchange),
         Work::Launches(_) => None,
     });
-    let mut addresses: HashMap<BufferId, u64> = HashMap::new();
-    for exchange in exchanges {
-        for id in [exchange.partial, exchange.gathered] {
-            addresses.insert(id, arena.address(id).expect("only the page pool is allocated late"));
-        }
-    }
-    if addresses.is_empty() {
-        return Ok(None);
-    }
-    let transport = base.options.exchange.clone().ok_or_else(|| {
-        CudaError::Unsupported(format!("{} ranks need a transport to meet over", base.options.rank.ranks))
-    })?;
-    let shape = ExchangeShape {
-        rank: base.options.rank.rank,
-        ranks: base.options.rank.ranks,
-        rows_max: base.options.limits.rows_max(),
-        hidden: base.options.spec.hidden,
-    };
-    HostExchange::new(&base.gpu, transport, shape, addresses).map(Some)
+    let named = exchanges.flat_map(|exchange| [exchange.partial, exchange.gathered]);
+    named.map(|id| (id, arena.address(id).expect("only the page pool is allocated late"))).collect()
 }
 
 impl Resolved {
     /// Runs every bucket once with pad rows alone, op by op: all first-use work of the driver happens here, outside any
     /// capture, and a kernel that faults does so with its name.
     pub fn warm(mut self) -> Result<Warm, CudaError> {
-        let (gpu, start) = (self.base.gpu.clone(), Instant::now());
+        let gpu = self.base.gpu.clone();
         gpu.bind().during(|| "warming up".into())?;
+        self.barrier("the barrier before the warm-up")?;
+        let start = Instant::now();
         let _range = nvtx::range("prepare/warm");
         self.clear()?;
         for index in 0..self.programs.len() {
@@ -279,8 +315,8 @@ impl Resolved {
             self.rings.write_empty(&mut self.arena, step, bucket, &self.base.options)?;
             for op in 0..self.programs[index].ops() {
                 let program = &self.programs[index];
-                program.launch_op(&gpu, op, self.exchange.as_mut())?;
-                gpu.wait().during(|| format!("running {}", program.describe(op)))?;
+                program.launch_op(&gpu, op, self.base.exchange.as_mut())?;
+                settle(&gpu, self.base.exchange.as_ref(), || format!("running {}", program.describe(op)))?;
             }
             self.expect_published(step, bucket, "the warm-up step")?;
         }
@@ -294,6 +330,11 @@ impl Resolved {
         self.base.gpu.bind().during(|| "clearing the arena".into())?;
         self.clear()?;
         Ok(Warm(self))
+    }
+
+    /// Waits for the other ranks, if there are some.
+    fn barrier(&self, place: &'static str) -> Result<(), CudaError> {
+        self.base.exchange.as_ref().map_or(Ok(()), |exchange| exchange.barrier(place))
     }
 
     /// As before the first step: everything zero, every seat empty.
@@ -311,15 +352,24 @@ impl Resolved {
     }
 }
 
+/// Waits until the stream is empty, or a rank is lost.
+pub(super) fn settle(gpu: &Gpu, exchange: Option<&Exchanger>, doing: impl Fn() -> String) -> Result<(), CudaError> {
+    match exchange {
+        Some(exchange) => exchange.wait(doing),
+        None => gpu.wait().during(doing),
+    }
+}
+
 impl Warm {
-    /// Captures, audits, instantiates and uploads every bucket, replays each once with pad rows, and is ready. Without
-    /// graphs it is ready as it is.
-    pub fn capture(self) -> Result<CudaDevice, CudaError> {
+    /// Captures, audits, instantiates and uploads every bucket. Without graphs it is done as it is.
+    pub fn capture(self) -> Result<Captured, CudaError> {
         let Warm(mut resolved) = self;
         let gpu = resolved.base.gpu.clone();
         gpu.bind().during(|| "capturing".into())?;
         let mut graphs = Vec::new();
         if resolved.base.options.graph {
+            // No rank's kernels may wait for one that allocates while it instantiates.
+            resolved.barrier("the barrier before the captures")?;
             let start = Instant::now();
             graphs = capture_all(&mut resolved)?;
             resolved.base.report.phases_ms.push(("capture", start.elapsed().as_secs_f64() * 1e3));
@@ -328,6 +378,19 @@ impl Warm {
                 graph.instantiate()?;
             }
             resolved.base.report.phases_ms.push(("upload", start.elapsed().as_secs_f64() * 1e3));
+        }
+        Ok(Captured { graphs, resolved })
+    }
+}
+
+impl Captured {
+    /// Replays each graph once with pad rows, together with the other ranks, and is ready.
+    pub fn replay(self) -> Result<CudaDevice, CudaError> {
+        let Captured { graphs, mut resolved } = self;
+        let gpu = resolved.base.gpu.clone();
+        gpu.bind().during(|| "replaying".into())?;
+        if !graphs.is_empty() {
+            resolved.barrier("the barrier before the first replays")?;
             let start = Instant::now();
             replay_each(&mut resolved, &graphs)?;
             resolved.base.report.phases_ms.push(("replay", start.elapsed().as_secs_f64() * 1e3));
@@ -341,6 +404,7 @@ impl Warm {
             return Err(CudaError::Memory { what, needed: FREE_MIN, free: memory.free, remedy });
         }
         resolved.base.report.graphs = graphs.iter().map(|graph| graph.report.clone()).collect();
+        resolved.barrier("the barrier before readiness")?;
         Ok(CudaDevice::new(resolved, graphs))
     }
 }
@@ -360,7 +424,7 @@ fn capture_all(resolved: &mut Resolved) -> Result<Vec<Graph>, CudaError> {
             true => &resolved.base.ledger.without("x"),
             false => &resolved.base.ledger,
         };
-        graphs.push(Graph::capture(&gpu, program, ledger, inside)?);
+        graphs.push(Graph::capture(&gpu, program, ledger, resolved.base.exchange.as_mut(), inside)?);
     }
     Ok(graphs)
 }
@@ -371,10 +435,10 @@ fn replay_each(resolved: &mut Resolved, graphs: &[Graph]) -> Result<(), CudaErro
     for (index, graph) in graphs.iter().enumerate() {
         let (step, bucket) = (index as u64 + 1, resolved.programs[index].bucket);
         resolved.rings.write_empty(&mut resolved.arena, step, bucket, &resolved.base.options)?;
+        let doing = || format!("replaying the graph of bucket {bucket} for the first time");
         // SAFETY: the arena and the weights are live in `resolved` past the wait.
-        unsafe { graph.launch() }
-            .and_then(|()| gpu.wait())
-            .during(|| format!("replaying the graph of bucket {bucket} for the first time"))?;
+        unsafe { graph.launch() }.during(doing)?;
+        settle(&gpu, resolved.base.exchange.as_ref(), doing)?;
         resolved.expect_published(step, bucket, "its first replay")?;
     }
     resolved.clear()

@@ -8,6 +8,7 @@ use super::device::CudaDevice;
 use super::error::{CallError, CudaError, During};
 use super::memory::DeviceMemory;
 use super::nodes::NodeKind;
+use super::prepare::settle;
 use crate::device::{Device, DeviceError};
 use crate::plan::{PlacedOp, Plan};
 use crate::step::{StepInput, StepOutput};
@@ -139,7 +140,7 @@ impl CudaDevice {
         let at = OpAt { index: op, placed: &program.plan.ops[op], plan: &program.plan };
         if observer.before(at, self)? == Turn::Launch {
             program.launch_op(&self.gpu, op, self.exchange.as_mut())?;
-            self.gpu.wait().during(|| format!("running {}", program.describe(op)))?;
+            settle(&self.gpu, self.exchange.as_ref(), || format!("running {}", program.describe(op)))?;
         }
         let program = &self.programs[index];
         observer.after(OpAt { index: op, placed: &program.plan.ops[op], plan: &program.plan }, self)

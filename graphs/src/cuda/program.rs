@@ -5,7 +5,7 @@
 
 use super::arena::StepAddresses;
 use super::error::{CudaError, During};
-use super::exchange::HostExchange;
+use super::exchange::Exchanger;
 use super::gpu::Gpu;
 use super::launch::Call;
 use super::modules::Modules;
@@ -23,15 +23,16 @@ pub(super) struct Planned {
 /// What an op is on the GPU.
 pub(super) enum Work<T> {
     Launches(Vec<T>),
-    /// Moves bytes between ranks; how is the transport's business.
+    /// Moves bytes between ranks by other means than a kernel of ours.
     Exchange(slotgraph_kernels::ops::Exchange),
 }
 
 impl Planned {
-    pub fn new(plan: Plan, facts: &GpuFacts) -> Result<Planned, CudaError> {
+    /// `over_peers`: an exchange is our own kernel over peer memory.
+    pub fn new(plan: Plan, facts: &GpuFacts, over_peers: bool) -> Result<Planned, CudaError> {
         let bucket = plan.rows;
         let work = |placed: &PlacedOp| match &placed.op {
-            Op::Exchange(exchange) => Ok(Work::Exchange(exchange.clone())),
+            Op::Exchange(exchange) if !over_peers => Ok(Work::Exchange(exchange.clone())),
             op => op.launches(&plan, facts).map(Work::Launches),
         };
         let work = plan.ops.iter().map(work).collect::<Result<_, _>>();
@@ -45,10 +46,6 @@ impl Planned {
             Work::Exchange(_) => &[],
         })
     }
-
-    pub fn has_exchange(&self) -> bool {
-        self.work.iter().any(|work| matches!(work, Work::Exchange(_)))
-    }
 }
 
 /// A plan ready to run.
@@ -60,7 +57,8 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// Fills in the addresses (a diverted buffer keeps its own for `fetch`, which writes it). No programmatic edge leads into the first launch of a step, nor out of an exchange.
+    /// Fills in the addresses (a diverted buffer keeps its own for `fetch`, which writes it). No programmatic edge leads into the first launch
+    /// of a step, nor into or out of an exchange but one of ours between GPUs of their own.
     pub fn resolve(
         planned: &Planned,
         modules: &Modules,
@@ -68,6 +66,7 @@ impl Program {
         facts: &GpuFacts,
     ) -> Result<Program, CudaError> {
         let bucket = planned.plan.rows;
+        let edges_of_exchange = addresses.exchange.is_some_and(Exchanger::takes_edges);
         let mut after_kernel = false;
         let mut resolved = Vec::with_capacity(planned.work.len());
         for (placed, work) in planned.plan.ops.iter().zip(&planned.work) {
@@ -79,13 +78,14 @@ impl Program {
                     Work::Exchange(exchange.clone())
                 }
                 Work::Launches(launches) => {
+                    let alone = matches!(placed.op, Op::Exchange(_)) && !edges_of_exchange;
                     let mut calls = Vec::with_capacity(launches.len());
                     for launch in launches {
-                        let programmatic = facts.pdl && after_kernel;
+                        let programmatic = facts.pdl && after_kernel && !alone;
                         let call = Call::resolve(launch, modules, addresses, programmatic)
                             .map_err(|reason| CudaError::Graph { bucket, reason })?;
                         calls.push(call);
-                        after_kernel = true;
+                        after_kernel = !alone;
                     }
                     Work::Launches(calls)
                 }
@@ -114,16 +114,16 @@ impl Program {
         })
     }
 
-    /// Issues all calls; for plans without an exchange (captures, and eager steps of one rank).
-    pub fn launch(&self, gpu: &Gpu) -> Result<(), CudaError> {
+    /// Issues all calls, as into a capture.
+    pub fn launch(&self, gpu: &Gpu, mut exchange: Option<&mut Exchanger>) -> Result<(), CudaError> {
         for op in 0..self.ops() {
-            self.launch_op(gpu, op, None)?;
+            self.launch_op(gpu, op, exchange.as_deref_mut())?;
         }
         Ok(())
     }
 
     /// Issues the calls of one op.
-    pub fn launch_op(&self, gpu: &Gpu, op: usize, exchange: Option<&mut HostExchange>) -> Result<(), CudaError> {
+    pub fn launch_op(&self, gpu: &Gpu, op: usize, exchange: Option<&mut Exchanger>) -> Result<(), CudaError> {
         match (&self.work[op], exchange) {
             (Work::Launches(calls), _) => {
                 for call in calls {
@@ -143,8 +143,8 @@ impl Program {
     }
 
     /// Issues the calls of one op, each of which waits for everything before it.
-    pub fn launch_op_alone(&self, gpu: &Gpu, op: usize) -> Result<(), CudaError> {
-        let Work::Launches(calls) = &self.work[op] else { return self.launch_op(gpu, op, None) };
+    pub fn launch_op_alone(&self, gpu: &Gpu, op: usize, exchange: Option<&mut Exchanger>) -> Result<(), CudaError> {
+        let Work::Launches(calls) = &self.work[op] else { return self.launch_op(gpu, op, exchange) };
         for call in calls {
             // SAFETY: as in `launch_op`.
             unsafe { call.launch_alone(gpu) }.during(|| self.describe(op))?;

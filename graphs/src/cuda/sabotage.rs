@@ -55,13 +55,14 @@ impl CudaDevice {
         let copy = self.arena.allocate_extra(POSITION_COPY, bytes, &mut self.ledger)?;
         self.gpu.wait().during(|| "arming a fault".into())?;
         let diverted = Some((position, copy));
-        let addresses = StepAddresses { arena: &self.arena, weights: &self.weights, diverted };
+        let addresses =
+            StepAddresses { arena: &self.arena, weights: &self.weights, exchange: self.exchange.as_ref(), diverted };
         let resolve = |planned| Program::resolve(planned, &self.modules, &addresses, &self.facts);
         let programs = self.planned.iter().map(resolve).collect::<Result<Vec<_>, _>>()?;
         let mut graphs = Vec::new();
         if self.options.graph {
             for program in &programs {
-                let mut graph = Graph::capture(&self.gpu, program, &self.ledger, || Ok(()))?;
+                let mut graph = Graph::capture(&self.gpu, program, &self.ledger, self.exchange.as_mut(), || Ok(()))?;
                 graph.instantiate()?;
                 graphs.push(graph);
             }

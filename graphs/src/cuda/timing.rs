@@ -9,6 +9,7 @@ use super::gpu::fault;
 use super::graph::Graph;
 use super::launch::{Addresses, Call};
 use super::memory::PinnedMemory;
+use super::prepare::settle;
 use super::sabotage::copy_on_device;
 use crate::device::Device;
 use crate::step::{StepInput, StepOutput};
@@ -79,7 +80,7 @@ impl CudaDevice {
             program.launch_op(&self.gpu, op, self.exchange.as_mut())?;
             marks.push(mark()?);
         }
-        self.gpu.wait().during(doing)?;
+        settle(&self.gpu, self.exchange.as_ref(), doing)?;
         let mut us = Vec::with_capacity(program.ops());
         for pair in marks.windows(2) {
             us.push(
@@ -123,7 +124,7 @@ impl CudaDevice {
             }
         };
         self.gpu.wait().during(|| "making room for stamps".into())?;
-        let (gpu, program) = (self.gpu.clone(), &self.programs[index]);
+        let (gpu, program, mut exchange) = (self.gpu.clone(), &self.programs[index], self.exchange.as_mut());
         let stamps: Vec<Call> = (0..program.ops() as u32 + 2)
             .map(|at| Call::resolve(&stamp(at), &self.modules, &StampAddress(address), false))
             .collect::<Result<_, _>>()
@@ -134,12 +135,16 @@ impl CudaDevice {
             stamp(0)?;
             stamp(1)?;
             for op in 0..program.ops() {
-                program.launch_op_alone(&gpu, op)?;
+                program.launch_op_alone(&gpu, op, exchange.as_deref_mut())?;
                 stamp(op + 2)?;
             }
             Ok(())
         })?;
         graph.instantiate()?;
+        // The others have room for theirs too before this one's kernels wait for them.
+        if let Some(exchange) = &self.exchange {
+            exchange.barrier("the barrier before a stamped replay")?;
+        }
         Ok(Stamped { bucket: program.bucket, graph })
     }
 

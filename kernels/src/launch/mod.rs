@@ -6,6 +6,7 @@
 
 mod attend;
 mod constants;
+mod exchange;
 mod gemm;
 mod mla;
 mod moe;
@@ -89,8 +90,10 @@ pub enum Arg {
     Workspace,
     /// Address of the counters: at least `Launch::counters` u32, zero before the first step; every op leaves them zero.
     Counters,
-    /// Address of a device table of `ranks` u64: each rank's exchange scratch as this device sees it.
-    Peers,
+    /// Address of a rank's exchange scratch as this device sees it.
+    Peer(u8),
+    /// Address of this rank's exchange status page.
+    Status,
     /// Stamp launches: u64 nanoseconds, one a stamp.
     Stamps,
     /// Pack and dummy launches: the row-major bf16 staging area.
@@ -166,7 +169,7 @@ fn define(name: &'static str, value: usize) -> (&'static str, String) {
 }
 
 impl Op {
-    /// The op's launches in order: one graph node, or a short chain of them at large R.
+    /// The op's launches in order: one graph node, or a short chain of them at large R. An exchange's are those of the peer-to-peer transport.
     pub fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
         match self {
             Op::NormGemm(op) => op.launches(specs, gpu),
@@ -186,7 +189,7 @@ impl Op {
             Op::Embed(op) => op.launches(specs),
             Op::MoeCombine(op) => op.launches(specs, gpu),
             Op::GqaPrep(op) => op.launches(specs),
-            _ => Err(LaunchError::NoKernel { op: self.name() }),
+            Op::Exchange(op) => op.launches(specs),
         }
     }
 }

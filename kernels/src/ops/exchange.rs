@@ -15,6 +15,57 @@ pub struct Exchange {
     pub ranks: usize,
 }
 
+/// Rows that one launch of the peer-to-peer exchange moves; longer shapes go in pieces.
+pub const PIECE_ROWS: usize = 256;
+/// Blocks of such a launch, always: a block meets its namesakes on the other ranks.
+pub const BLOCKS: usize = 32;
+/// Places for ranks in the scratch header and among the kernel's arguments.
+pub const PEERS_MAX: usize = 8;
+
+/// Where things lie in a rank's exchange scratch, in bytes. Peers write flags and staging; the rest is its owner's.
+///
+/// `flags u32 [BLOCKS, PEERS_MAX]` (the newest epoch that a peer's block has pushed) · `epochs u32 [BLOCKS]` (the last of each own block)
+/// · `failed u32` · at `DATA_AT` staging `f32 [2, ranks, PIECE_ROWS, hidden]`. All zero before the first launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Scratch {
+    pub ranks: usize,
+    pub hidden: usize,
+}
+
+impl Scratch {
+    pub const EPOCHS_AT: usize = BLOCKS * PEERS_MAX * 4;
+    pub const FAILED_AT: usize = 2048;
+    pub const DATA_AT: usize = 4096;
+
+    /// One rank's place in one half of the staging area.
+    pub fn piece_bytes(&self) -> usize {
+        PIECE_ROWS * self.hidden * size_of::<f32>()
+    }
+    pub fn bytes(&self) -> usize {
+        Scratch::DATA_AT + 2 * self.ranks * self.piece_bytes()
+    }
+}
+
+/// Words of the status page: pinned host memory, by which a spinning launch and its host speak. CODE is written last.
+pub mod status {
+    /// 0, TIMEOUT or STOPPED.
+    pub const CODE: usize = 0;
+    /// The rank that waited, the one it waited for, the epoch it wanted and the one that it saw.
+    pub const RANK: usize = 1;
+    pub const PEER: usize = 2;
+    pub const WANTED: usize = 3;
+    pub const SEEN: usize = 4;
+    /// Rows of the step.
+    pub const ROWS: usize = 5;
+    /// Set by the host: do not wait any longer.
+    pub const STOP: usize = 8;
+    /// Set by the host: how long a spin may last.
+    pub const LIMIT_MS: usize = 9;
+    pub const WORDS: usize = 16;
+    pub const TIMEOUT: u32 = 1;
+    pub const STOPPED: u32 = 2;
+}
+
 /// Why an exchange did not complete.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ExchangeError {

@@ -5,7 +5,7 @@
 //! row depends on that row's own inputs alone.
 
 mod embed;
-mod exchange;
+pub mod exchange;
 mod feed;
 mod fetch;
 mod gemm_add;

@@ -92,6 +92,18 @@ impl BucketReport {
         }];
     }
 
+    /// Adds what rank `rank` captured for the same bucket; all must hold what rank 0's holds.
+    pub fn take_other_rank(&mut self, rank: usize, other: &BucketReport) {
+        self.ranks.extend(other.ranks.iter().map(|report| RankReport { rank, ..report.clone() }));
+        self.captured &= other.captured;
+        self.instantiated &= other.instantiated;
+        self.replayed &= other.replayed;
+        self.unchanged_since_capture &= other.unchanged_since_capture;
+        if other.ledger_hash_before != other.ledger_hash_after {
+            self.ledger_hash_after = other.ledger_hash_after.clone();
+        }
+    }
+
     fn verified(&self) -> bool {
         self.first_divergence.is_none() && self.steps_verified > 0 && self.steps_verified == self.replay_count
     }
@@ -138,7 +150,7 @@ impl Readiness {
 
     /// Decides the stage from what the buckets say, once all were run.
     pub fn close(&mut self) {
-        let grown = self.grown();
+        let grown = Readiness::grown(self.counters_before, self.counters_after);
         let lost = self.buckets.iter().find(|bucket| !bucket.is_ready());
         match (lost, grown) {
             (None, None) => self.fail(FailureStage::None, ""),
@@ -156,8 +168,7 @@ impl Readiness {
     }
 
     /// A counter that must not grow after `prepare` and did.
-    fn grown(&self) -> Option<String> {
-        let (a, b) = (self.counters_before, self.counters_after);
+    pub fn grown(a: Counters, b: Counters) -> Option<String> {
         let still = [
             ("allocations", a.allocations, b.allocations),
             ("module loads", a.module_loads, b.module_loads),

@@ -3,15 +3,15 @@
 use super::{armed, stall_if_told};
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, KvMemory, Transport};
-use crate::engine::{STEP_TIMEOUT, StartError};
+use crate::engine::StartError;
 use crate::ranks::{Factory, PrepareError, Prepared, Startup};
 use crate::startup::{LibraryRecord, Phase};
 use crate::weights::progress::with_progress;
 use slotgraph_graphs::cuda::{self, CudaError, CudaOptions, Opened, PrepareReport};
 use slotgraph_graphs::exchange::MemoryExchange;
 use slotgraph_graphs::fault::{Fault, FaultPlace};
+use slotgraph_graphs::meeting::Meeting;
 use slotgraph_graphs::plan::RankShape;
-use slotgraph_kernels::ops::AllGather;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,13 +21,7 @@ pub(super) fn factories(
     faults: &[Fault],
 ) -> Result<Vec<Factory>, StartError> {
     let ranks = config.ep;
-    let exchange: Option<Arc<dyn AllGather>> = match config.transport {
-        Transport::Single => None,
-        Transport::HostStaged => Some(MemoryExchange::new(ranks, STEP_TIMEOUT)),
-        Transport::Nccl | Transport::P2p => {
-            return Err(StartError::Config(format!("--transport {}: not built yet", config.transport.name())));
-        }
-    };
+    let transport = transport(config);
     // Replaced once the pool's size is known.
     let pages = config.fixed_pages().unwrap_or(2);
     let source = with_progress(checkpoint.source(), checkpoint.weights.bytes);
@@ -40,15 +34,51 @@ pub(super) fn factories(
             kv: kv(config, sharing),
             graph: config.cuda_graph,
             pdl: config.pdl,
-            exchange: exchange.clone(),
+            transport: transport.clone(),
             lib_dirs: config.lib_dir.iter().cloned().collect(),
             fault: faults.iter().copied().find(|fault| fault.kind.place() == FaultPlace::Start),
             ..CudaOptions::new(checkpoint.spec.clone(), config.limits(pages), source.clone())
         };
         let faults = faults.to_vec();
-        Box::new(move |startup| prepare(options, &faults, startup))
+        Box::new(move |startup| {
+            let mut departure = Departure { rank, meeting: options.transport.meeting().cloned() };
+            let prepared = prepare(options, &faults, startup)?;
+            departure.meeting = None;
+            Ok(prepared)
+        })
     };
     Ok((0..ranks).map(factory).collect())
+}
+
+/// Where the ranks of a configuration meet, and how they exchange. One for all of them.
+pub fn transport(config: &Config) -> cuda::Transport {
+    let meeting = Meeting::new(config.ep, config.init_timeout);
+    match config.transport {
+        Transport::Single => cuda::Transport::Single,
+        Transport::HostStaged => cuda::Transport::HostStaged(meeting, MemoryExchange::new(config.ep, HOST_LIMIT)),
+        Transport::P2p => cuda::Transport::P2p(meeting),
+        Transport::Nccl => {
+            cuda::nccl::prepare_environment(config.nccl_nvls);
+            cuda::Transport::Nccl(meeting)
+        }
+    }
+}
+
+/// Longest wait of a host-staged exchange: ranks are never further apart than one warm-up step.
+const HOST_LIMIT: Duration = Duration::from_secs(10);
+
+/// Tells the others of a rank whose start fails or panics.
+struct Departure {
+    rank: usize,
+    meeting: Option<Arc<Meeting>>,
+}
+
+impl Drop for Departure {
+    fn drop(&mut self) {
+        if let Some(meeting) = &self.meeting {
+            meeting.leave(self.rank, "its start failed");
+        }
+    }
 }
 
 fn kv(config: &Config, ranks_on_device: usize) -> cuda::KvMemory {
@@ -66,10 +96,11 @@ fn prepare(options: CudaOptions, faults: &[Fault], startup: &Startup) -> Result<
     let opened = Opened::open(options).map_err(explain)?;
     startup.enter(Phase::Nvrtc)?;
     let compiled = opened.compile().map_err(explain)?;
-    startup.enter(Phase::Read)?;
-    let allocated = compiled.load_weights().and_then(cuda::Loaded::allocate).map_err(explain)?;
     startup.enter(Phase::Communicators)?;
-    let pages = startup.least(allocated.pages().map_err(explain)?)?;
+    let connected = compiled.connect().map_err(explain)?;
+    startup.enter(Phase::Read)?;
+    let allocated = connected.load_weights().and_then(cuda::Loaded::allocate).map_err(explain)?;
+    let pages = allocated.pages().map_err(explain)?;
     if pages <= limits.pages_per_slot {
         let (needed, context) = (limits.pages_per_slot + 1, limits.max_model_len);
         return Err(PrepareError::Config(format!(
@@ -81,7 +112,9 @@ fn prepare(options: CudaOptions, faults: &[Fault], startup: &Startup) -> Result<
     startup.enter(Phase::Warm)?;
     let warm = resolved.warm().map_err(explain)?;
     startup.enter(Phase::Capture)?;
-    let device = warm.capture().map_err(explain)?;
+    let captured = warm.capture().map_err(explain)?;
+    startup.enter(Phase::Upload)?;
+    let device = captured.replay().map_err(explain)?;
 
     let report = device.report().clone();
     split_phases(&report, startup);
@@ -114,5 +147,8 @@ fn library(report: &cuda::LibraryReport) -> LibraryRecord {
 
 fn explain(error: CudaError) -> PrepareError {
     let text = error.to_string();
+    if error.is_of_another_rank() {
+        return PrepareError::Followed(text);
+    }
     if error.is_configuration() { PrepareError::Config(text) } else { PrepareError::Failed(text) }
 }

@@ -44,6 +44,9 @@ pub enum PrepareError {
     Config(String),
     #[error("{0}")]
     Failed(String),
+    /// Another rank left, whose own failure is the one to report.
+    #[error("{0}")]
+    Followed(String),
 }
 
 /// What a rank's start amounted to.
@@ -85,13 +88,6 @@ impl Startup {
         clock.1 += spent;
         clock.2.add(phase, spent);
     }
-    /// The smallest of what every rank offers; all hear the same.
-    pub fn least(&self, offer: usize) -> Result<usize, PrepareError> {
-        let waited = Instant::now();
-        let least = self.rendezvous.least(offer)?;
-        self.clock.borrow_mut().1 += waited.elapsed();
-        Ok(least)
-    }
     /// Never arrives: a planted fault.
     pub(crate) fn stall(&self) -> PrepareError {
         std::thread::sleep(self.rendezvous.time_left() + Duration::from_secs(60));
@@ -114,6 +110,10 @@ impl Startup {
                 let error = match error {
                     PrepareError::Config(reason) => StartError::Config(reason),
                     PrepareError::Failed(reason) => StartError::failed(self.rank, phase.name(), reason),
+                    PrepareError::Followed(reason) => {
+                        self.rendezvous.await_failure();
+                        StartError::failed(self.rank, phase.name(), reason)
+                    }
                 };
                 Err(self.rendezvous.fail(error))
             }
@@ -140,15 +140,12 @@ struct Meeting {
     at: Vec<Option<Phase>>,
     arrived: usize,
     round: u64,
-    /// Smallest offer of this round, and what the last round agreed on.
-    offer: usize,
-    agreed: usize,
     failed: Option<StartError>,
 }
 
 impl Rendezvous {
     pub fn new(ranks: usize, deadline: Instant) -> Arc<Self> {
-        let state = Meeting { at: vec![None; ranks], arrived: 0, round: 0, offer: usize::MAX, agreed: 0, failed: None };
+        let state = Meeting { at: vec![None; ranks], arrived: 0, round: 0, failed: None };
         Arc::new(Rendezvous { deadline, state: Mutex::new(state), changed: Condvar::new() })
     }
     pub fn time_left(&self) -> Duration {
@@ -166,20 +163,14 @@ impl Rendezvous {
         self.state.lock().expect("nothing panics while it holds the meeting")
     }
 
+    /// Waits until every rank is here.
     fn meet(&self, rank: usize, phase: Phase) -> Result<(), PrepareError> {
-        self.state().at[rank] = Some(phase);
-        self.least(usize::MAX).map(|_| ())
-    }
-
-    /// Waits until every rank is here; the smallest offer.
-    fn least(&self, offer: usize) -> Result<usize, PrepareError> {
         let mut state = self.state();
+        state.at[rank] = Some(phase);
         state.arrived += 1;
-        state.offer = state.offer.min(offer);
         let round = state.round;
         if state.arrived == state.at.len() {
             (state.arrived, state.round) = (0, round + 1);
-            state.agreed = std::mem::replace(&mut state.offer, usize::MAX);
             self.changed.notify_all();
         }
         while state.round == round && state.failed.is_none() {
@@ -192,7 +183,20 @@ impl Rendezvous {
         }
         match &state.failed {
             Some(first) => Err(PrepareError::Failed(format!("gave up: {first}"))),
-            None => Ok(state.agreed),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until a rank has said why it failed; not for long, since it is about to.
+    fn await_failure(&self) {
+        let deadline = Instant::now() + Duration::from_secs(5);
+        let mut state = self.state();
+        while state.failed.is_none() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            state = self.changed.wait_timeout(state, left).expect("nothing panics while it holds the meeting").0;
         }
     }
 

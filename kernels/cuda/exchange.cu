@@ -1,0 +1,89 @@
+/* exchange: gathered[n, first + r, :] = rank n's partial[first + r, :], pushed over peer memory in one shot; one launch a piece of rows
+ * Buffers   gathered [RANKS, rows, HIDDEN] f32 · partial [rows, HIDDEN] f32 · own, peer0 … peer7: each rank's scratch as this GPU sees it
+ *           (ops/exchange.rs, `Scratch`; peers from RANKS on are NULL) · status: words in pinned host memory (`status` there)
+ * Scalars   rank (this one), rows, first and count of the piece: constants of the step shape
+ * Launch    grid BLOCKS whatever the size, block THREADS; all blocks are resident at once, since each may spin on its namesake elsewhere
+ * Numerics  bytes are moved, nothing is added        Pad rows  moved like any row
+ * Capture   no allocation, sync or readback: the epoch is in device memory, so a replayed graph moves on by itself
+ * Order     Every launch is one epoch of all blocks on all ranks. Staging is used in two halves by the epoch's parity. A rank writes
+ *           a half again at epoch e + 2, after its launch e + 1 has ended, in which it saw every peer's flag e + 1; and a peer raises that
+ *           flag only after its launch e, which read the half, has ended (the stream's order, or the wait of a programmatic edge).
+ * Failure   A spin that lasts longer than the status page's limit, or is told to stop, says which rank it waited for, the epoch it
+ *           wanted and the one it saw; it then goes on, and no later launch waits again. The host loses the device.
+ * Cost      count · HIDDEN · 4 B · (RANKS - 1) over the links    Reference kernels/src/ops/exchange.rs */
+static_assert(HIDDEN % 4 == 0, "rows are moved 16 bytes at a time");
+static_assert(RANKS == 2 || RANKS == 4 || RANKS == 8, "peers are two, four or eight");
+static_assert(BLOCKS * PEERS_MAX * 4 <= EPOCHS_AT && EPOCHS_AT + BLOCKS * 4 <= FAILED_AT && FAILED_AT + 4 <= DATA_AT, "the header's parts do not overlap");
+
+/* Looks at a flag between two looks at the clock and at the host's word. */
+constexpr u32 LOOKS = 256;
+/* Vectors that a thread has on their way: enough to fill a link, few enough to leave other blocks registers. */
+constexpr int UNROLL = RANKS == 2 ? 4 : 1;
+
+DI u32* word_at(u8* scratch, u32 bytes) { return (u32*)(scratch + bytes); }
+
+/* Thread `peer` of a block waits until rank `peer` has raised the block's flag to `epoch`. */
+DI void await_flag(u8* own, u32* status, u32 rank, u32 peer, u32 epoch, u32 rows) {
+  const u32* flag = word_at(own, (blockIdx.x * PEERS_MAX + peer) * 4);
+  u64 start = 0;
+  for (u32 look = 1;; look++) {
+    const u32 seen = ld_acquire_system(flag);
+    if ((int)(seen - epoch) >= 0) return;
+    if (look % LOOKS != 0) continue;
+    if (ld_fresh_u32(word_at(own, FAILED_AT)) != 0) return;
+    const u64 now = global_time_ns();
+    if (start == 0) start = now;
+    const bool told = ld_system_u32(status + STATUS_STOP) != 0;
+    if (!told && now - start < (u64)ld_system_u32(status + STATUS_LIMIT_MS) * 1000000) continue;
+    if (atomicExch(word_at(own, FAILED_AT), 1u) == 0) {
+      st_u32(status + STATUS_RANK, rank);
+      st_u32(status + STATUS_PEER, peer);
+      st_u32(status + STATUS_WANTED, epoch);
+      st_u32(status + STATUS_SEEN, seen);
+      st_u32(status + STATUS_ROWS, rows);
+      st_release_system(status + STATUS_CODE, told ? STATUS_STOPPED : STATUS_TIMEOUT);
+    }
+    return;
+  }
+}
+
+KERNEL void __launch_bounds__(THREADS, 1)
+    exchange(float* gathered, const float* partial, u8* own, u8* peer0, u8* peer1, u8* peer2, u8* peer3, u8* peer4, u8* peer5, u8* peer6, u8* peer7,
+             u32* status, u32 rank, u32 rows, u32 first, u32 count) {
+  wait_for_predecessor(rows);
+  let_successor_start();
+  u8* const peers[PEERS_MAX] = {peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7};
+  const u32 epoch = ld_act_u32(word_at(own, EPOCHS_AT + blockIdx.x * 4)) + 1;
+  const bool failed = ld_act_u32(word_at(own, FAILED_AT)) != 0;
+  const u64 vectors = (u64)count * (HIDDEN / 4), begin = (u64)blockIdx.x * THREADS + threadIdx.x, step = (u64)BLOCKS * THREADS;
+  /* Where this half of a staging area begins, the piece in `partial`, and how far ranks are apart in `gathered`. */
+  const u64 half = DATA_AT + (u64)(epoch & 1) * RANKS * PIECE_BYTES;
+  const u64 piece = (u64)first * HIDDEN, whole = (u64)rows * HIDDEN;
+
+  /* This rank is a peer of its own: one way for all. */
+#pragma unroll UNROLL
+  for (u64 i = begin; i < vectors; i += step) {
+    const V4 v = ld_act16(partial + piece + 4 * i);
+#pragma unroll
+    for (u32 n = 0; n < RANKS; n++) st16(peers[n] + half + (u64)rank * PIECE_BYTES + 16 * i, v);
+  }
+  /* Every thread has read the epoch, and every store of the block comes before the flags. */
+  sync_block();
+  if ((u64)blockIdx.x * THREADS < vectors) {
+    if (threadIdx.x < RANKS && threadIdx.x != rank) {
+      u8* peer = own;
+#pragma unroll
+      for (u32 n = 0; n < RANKS; n++)
+        if (n == threadIdx.x) peer = peers[n];
+      st_release_system(word_at(peer, (blockIdx.x * PEERS_MAX + rank) * 4), epoch);
+      if (!failed) await_flag(own, status, rank, threadIdx.x, epoch, rows);
+    }
+    sync_block();
+#pragma unroll UNROLL
+    for (u64 i = begin; i < vectors; i += step) {
+#pragma unroll
+      for (u32 n = 0; n < RANKS; n++) st16(gathered + (u64)n * whole + piece + 4 * i, ld_system16(own + half + (u64)n * PIECE_BYTES + 16 * i));
+    }
+  }
+  if (threadIdx.x == 0) st_u32(word_at(own, EPOCHS_AT + blockIdx.x * 4), epoch);
+}
