@@ -31,6 +31,8 @@ pub enum FaultKind {
     RankDrift,
     /// Rank N runs no step.
     RankStall,
+    /// Rank N panics in its first step.
+    RankPanic,
     /// From step N on, every row keeps the position that its line of the batch had then, as if a graph had captured it.
     BakedPosition,
     /// From step N on, pad rows write page 1.
@@ -67,6 +69,7 @@ const FAULTS: [(FaultKind, &str, FaultPlace, &str); 15] = [
     (FaultKind::FreedPage, "freed-page", FaultPlace::Edge, "step"),
     (FaultKind::RankDrift, "rank-drift", FaultPlace::Edge, "rank"),
     (FaultKind::RankStall, "rank-stall", FaultPlace::Edge, "rank"),
+    (FaultKind::RankPanic, "rank-panic", FaultPlace::Edge, "rank"),
     (FaultKind::BakedPosition, "baked-position", FaultPlace::Device, "step"),
     (FaultKind::PadWrite, "pad-write", FaultPlace::Device, "step"),
     (FaultKind::NanCache, "nan-cache", FaultPlace::Device, "step"),
@@ -231,6 +234,7 @@ impl<D: Device> Device for FaultDevice<D> {
         if self.due(FaultKind::DeviceError, input.step) {
             return Err(DeviceError::Lost(format!("the fault device-error was armed for step {}", input.step)));
         }
+        assert!(!self.on_rank(FaultKind::RankPanic), "the fault rank-panic was armed");
         if self.on_rank(FaultKind::RankStall) {
             self.swallowed += 1;
             return Ok(());

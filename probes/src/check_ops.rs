@@ -178,7 +178,7 @@ fn check_model(subject: &SubjectArgs, args: &Args, folder: Option<&Path>) -> Res
 fn cold(options: CudaOptions) -> Result<CudaDevice, CudaError> {
     let allocated = Opened::open(options)?.compile()?.connect()?.load_weights()?.allocate()?;
     let pages = allocated.pages()?;
-    allocated.allocate_kv(pages)?.cold()?.capture()
+    allocated.allocate_kv(pages)?.cold()?.capture()?.replay()
 }
 
 fn no_device(error: &CudaError) -> Report {

@@ -3,7 +3,7 @@
 use crate::cli::{Outcome, ProbeError, gpu_is_required};
 use crate::evidence::Draft;
 use crate::subject::Subject;
-use slotgraph_graphs::cuda::{self, CudaDevice, CudaError, CudaOptions, KvMemory as Pool};
+use slotgraph_graphs::cuda::{self, CudaDevice, CudaError, CudaOptions, KvMemory as Pool, SmokeReport};
 use slotgraph_graphs::fault::Fault;
 use slotgraph_graphs::plan::RankShape;
 use slotgraph_runtime::config::{Config, DeviceKind, KvMemory, Transport};
@@ -46,17 +46,32 @@ pub fn on_ranks<T: Send>(
     graph: bool,
     body: impl Fn(usize, CudaDevice) -> T + Sync,
 ) -> Result<Vec<T>, NoDevice> {
-    let ranks = subject.config.ep;
-    if ranks == 1 {
+    if subject.config.ep == 1 {
         return Ok(vec![body(0, prepare(subject, graph, None)?)]);
     }
+    with_options(subject, transport, graph, |rank, options| Ok(body(rank, CudaDevice::prepare(options)?)))
+}
+
+/// NCCL's all-gather alone, on every rank.
+pub fn smoke(subject: &Subject) -> Result<Vec<SmokeReport>, NoDevice> {
+    with_options(subject, Transport::Nccl, true, |_, options| cuda::smoke(&options))
+}
+
+/// Runs `body` for every rank, each on a thread of its own; what it gives, by rank, or why the first rank failed.
+fn with_options<T: Send>(
+    subject: &Subject,
+    transport: Transport,
+    graph: bool,
+    body: impl Fn(usize, CudaOptions) -> Result<T, CudaError> + Sync,
+) -> Result<Vec<T>, NoDevice> {
+    let ranks = subject.config.ep;
     let common = devices::cuda::transport(&Config { transport, ..subject.config.clone() });
     let meeting = common.meeting().cloned().expect("several ranks meet");
     let rank = |rank: usize| {
-        let device = CudaDevice::prepare(options(subject, rank, common.clone(), graph, None));
-        let device = device.inspect_err(|error| meeting.leave(rank, &error.to_string()));
-        device.map(|device| body(rank, device))
+        let outcome = body(rank, options(subject, rank, common.clone(), graph, None));
+        outcome.inspect_err(|error| meeting.leave(rank, &error.to_string()))
     };
+    let rank = &rank;
     let outcomes = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..ranks).map(|at| scope.spawn(move || rank(at))).collect();
         threads.into_iter().map(|thread| thread.join()).collect::<Vec<_>>()

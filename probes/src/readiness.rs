@@ -34,9 +34,18 @@ pub struct Args {
     /// Further replays of the smallest bucket, over which nothing may be allocated.
     #[arg(long, default_value_t = 1000)]
     replays: usize,
+    /// Try NCCL's all-gather alone, first or instead of the whole.
+    #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "first", value_name = "WHEN")]
+    nccl_smoke: Option<Smoke>,
     /// Leave the planted faults out (they run on the bundled model).
     #[arg(long)]
     no_canary: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Smoke {
+    First,
+    Only,
 }
 
 /// What one device did with every bucket's script.
@@ -88,6 +97,14 @@ fn examine(args: &Args, subject: &Subject) -> Result<Outcome, ProbeError> {
         return Ok(Outcome::Evidence(Box::new(draft.finish())));
     }
 
+    if let Some(when) = args.nccl_smoke {
+        let passed = smoke(&mut draft, subject)?;
+        readiness.smoke = Some(passed);
+        if when == Smoke::Only || !passed {
+            return Ok(Outcome::Evidence(Box::new(draft.finish())));
+        }
+    }
+
     // The reference of several ranks exchanges through the host, which shares nothing with the transport that is examined.
     let reference = if subject.config.ep > 1 { Transport::HostStaged } else { transport };
     let eager = match cuda::on_ranks(subject, reference, false, |_, device| run_script(device, &buckets, args, false)) {
@@ -136,6 +153,31 @@ fn examine(args: &Args, subject: &Subject) -> Result<Outcome, ProbeError> {
         draft.canary(canary::planted(&args.subject)?);
     }
     Ok(Outcome::Evidence(Box::new(draft.finish())))
+}
+
+/// The collective alone, on every rank: whether its bytes were right each time.
+fn smoke(draft: &mut Draft, subject: &Subject) -> Result<bool, ProbeError> {
+    if subject.config.transport != Transport::Nccl {
+        return Err(ProbeError::Usage("--nccl-smoke: only --transport nccl has a collective of its own".into()));
+    }
+    match cuda::smoke(subject) {
+        Ok(reports) => {
+            let mut shapes = reports.iter().flat_map(|report| &report.shapes);
+            let exact = shapes.all(|shape| shape.exact && shape.collectives > 0);
+            for shape in &reports[0].shapes {
+                let name = |mode: &str| format!("all_gather_{mode}_us_{}", shape.bytes_per_rank);
+                draft.metric(&name("eager"), shape.eager_us, "us", 1, None);
+                draft.metric(&name("graph"), shape.graph_us, "us", 1, None);
+            }
+            draft.detail("nccl_smoke", &reports);
+            draft.check("nccl_smoke", exact, format!("{} ranks, every word compared", reports.len()));
+            Ok(exact)
+        }
+        Err(none) => {
+            draft.check("nccl_smoke", false, none.to_string());
+            Ok(false)
+        }
+    }
 }
 
 /// How long the start took beside the weights, and each graph.
@@ -341,7 +383,7 @@ mod tests {
             |_| {},
             |subject| {
                 let demo = SubjectArgs { model: None, engine: Default::default() };
-                let args = Args { subject: demo, steps: 96, replays: 100, no_canary: true };
+                let args = Args { subject: demo, steps: 96, replays: 100, no_canary: true, nccl_smoke: None };
                 let Outcome::Evidence(evidence) = examine(&args, subject).unwrap() else { panic!("evidence") };
                 let readiness = &evidence.details["cuda_graph_readiness"];
                 assert_eq!(readiness["full_decode_capture_ready"], true, "{}", evidence.summary());

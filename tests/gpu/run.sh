@@ -2,7 +2,7 @@
 # Everything that needs a GPU, from binaries that were built elsewhere. Evidence lands in OUT, one file a question; a table comes last.
 #
 # usage: [BIN=target/release] [OUT=probes/evidence/<gpu>] [LIMIT=540] [SLOTGRAPH_REQUIRE_GPU=1] tests/gpu/run.sh STAGE…
-# stages: check-ops check-ops-shapes exactness lengths readiness bench bench-eager attribution long load sanitizer doctor serve soak (or: all); a stage may name one model: exactness=tiny-llama3
+# stages: check-ops check-ops-shapes exactness lengths readiness bench bench-eager attribution long load sanitizer doctor serve soak (or: all), ep-shared and ep2 (ep.sh); a stage may name one model: exactness=tiny-llama3
 # gates: serve and soak at once, for a tighter budget of time.
 # BIN holds slotgraph-probe, which starts servers too (and slotgraph, for sanitizer). LIMIT: seconds that one probe may take.
 # Exit 0 if every probe passed, 1 if one failed, 3 if there is no GPU.
@@ -232,13 +232,14 @@ gates() {
   finish
 }
 
+. tests/gpu/ep.sh
 [ $# -gt 0 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
 [ "$*" != all ] || set -- doctor check-ops check-ops-shapes exactness lengths readiness bench bench-eager attribution long load sanitizer serve soak
 for stage in "$@"; do
   only=''
   [ "$stage" = "${stage#*=}" ] || only=${stage#*=}
   case ${stage%%=*} in
-    check-ops | check-ops-shapes | exactness | lengths | readiness | bench | bench-eager | attribution | long | load | sanitizer | doctor | serve | soak | gates)
+    check-ops | check-ops-shapes | exactness | lengths | readiness | bench | bench-eager | attribution | long | load | sanitizer | doctor | serve | soak | gates | ep-shared | ep2)
       name=${stage%%=*}
       "${name//-/_}"
       ;;

@@ -64,8 +64,7 @@ impl Graph {
             program.launch(gpu, exchange)?;
             inside().during(|| "inside the capture".into())
         })?;
-        // SAFETY: the graph is live, and its context is current (it was captured on this thread).
-        graph.walk = unsafe { walk(graph.graph) }.during(|| format!("walking the graph of bucket {bucket}"))?;
+        graph.take_walk()?;
         graph.report.edges = graph.walk.edges.len();
         graph.report.programmatic_edges = graph.walk.edges.iter().filter(|(_, _, programmatic)| *programmatic).count();
         compare(&graph.walk, program).map_err(refused)?;
@@ -105,6 +104,14 @@ impl Graph {
         launched.map_err(|error| refused(format!("a launch failed in its capture: {error}")))?;
         ended.map_err(|error| refused(format!("its capture failed: {error}")))?;
         owned.ok_or_else(|| refused("its capture gave no graph".into()))
+    }
+
+    /// Reads the nodes, once.
+    pub fn take_walk(&mut self) -> Result<(), CudaError> {
+        let bucket = self.report.bucket;
+        // SAFETY: the graph is live, and its context is current (it was captured on this thread).
+        self.walk = unsafe { walk(self.graph) }.during(|| format!("walking the graph of bucket {bucket}"))?;
+        Ok(())
     }
 
     /// Makes the graph launchable and puts it on the device.

@@ -97,6 +97,8 @@ pub struct Audit {
     pub memsets: usize,
     /// Kernels of a library, by their names.
     pub collectives: usize,
+    /// Copies, waits and host calls that came with a library's kernels.
+    pub library_nodes: usize,
     /// Nodes of any other kind (none is expected).
     pub others: usize,
     /// Pointers of our own nodes.
@@ -137,6 +139,8 @@ pub fn audit(
     mut is_memory: impl FnMut(u64) -> bool,
 ) -> Audit {
     let mut audit = Audit { nodes: nodes.len(), ..Audit::default() };
+    // Our own launches are all kernels: whatever else is in a graph with a library's kernels is the library's.
+    let has_library = nodes.iter().any(|node| node.kind == NodeKind::Kernel && is_foreign(&node.function));
     let mut sha = Sha256::new();
     for (index, node) in nodes.iter().enumerate() {
         let foreign = match node.kind {
@@ -147,6 +151,10 @@ pub fn audit(
             NodeKind::Kernel => {
                 audit.kernels += 1;
                 false
+            }
+            NodeKind::Memcpy | NodeKind::Memset | NodeKind::Other(_) if has_library => {
+                audit.library_nodes += 1;
+                true
             }
             NodeKind::Memcpy => {
                 audit.memcpys += 1;
@@ -290,6 +298,15 @@ mod tests {
         let found = run(&[kernel("ncclDevKernel_AllGather", &[&0x9010u64.to_le_bytes(), &0x1000u64.to_le_bytes()])]);
         assert_eq!((found.kernels, found.collectives), (0, 1));
         assert_eq!((found.pointers_checked, found.pointers_unregistered, found.pointers_foreign), (0, 0, 2));
+        assert_eq!(found.refusal(), None);
+    }
+
+    #[test]
+    fn what_a_library_adds_to_its_kernels_is_its_own() {
+        let host = GraphNode { kind: NodeKind::Other(3), ..kernel("host", &[]) };
+        let copy = GraphNode { kind: NodeKind::Memcpy, ..kernel("memcpy", &[&0x9010u64.to_le_bytes()]) };
+        let found = run(&[kernel("ncclDevKernel_AllGather", &[]), host, copy]);
+        assert_eq!((found.library_nodes, found.others, found.memcpys, found.pointers_foreign), (2, 0, 0, 1));
         assert_eq!(found.refusal(), None);
     }
 

@@ -30,6 +30,7 @@ mod probe;
 mod program;
 mod ring;
 mod sabotage;
+mod smoke;
 mod timing;
 mod weights;
 
@@ -46,6 +47,7 @@ pub use options::{
 };
 pub use prepare::{Allocated, Captured, Compiled, Connected, Loaded, Opened, Resolved, Warm};
 pub use probe::{NodeInfo, Observer, OpAt, Turn};
+pub use smoke::{SmokeReport, SmokeShape, smoke};
 pub use timing::{CopyRates, NodeTimes, OpTime};
 pub use weights::{Progress, WeightsReport};
 

@@ -127,6 +127,8 @@ pub struct Readiness {
     pub buckets: Vec<BucketReport>,
     pub counters_before: Counters,
     pub counters_after: Counters,
+    /// Whether the collective alone was right, if it was tried.
+    pub smoke: Option<bool>,
     stage: FailureStage,
     failure_summary: String,
 }
@@ -138,6 +140,7 @@ impl Readiness {
             buckets: buckets.iter().map(|&bucket| BucketReport { bucket, ..Default::default() }).collect(),
             counters_before: Counters::default(),
             counters_after: Counters::default(),
+            smoke: None,
             stage: FailureStage::NotStarted,
             failure_summary: "nothing was run".into(),
         }
@@ -241,8 +244,12 @@ impl Readiness {
                 "nccl_combine_routes": 0,
             },
             "counters": {"before": self.counters_before, "after": self.counters_after},
-            "nccl_graph_smoke_requested": false,
-            "nccl_graph_smoke": "not_applicable",
+            "nccl_graph_smoke_requested": self.smoke.is_some(),
+            "nccl_graph_smoke": match self.smoke {
+                None => "not_applicable",
+                Some(true) => "passed",
+                Some(false) => "failed",
+            },
             "full_decode_graph_probe": {
                 "requested": true, "captured": captured, "instantiated": instantiated, "replayed": replayed,
                 "verified": verified, "replay_count": replay_count, "verified_replay_count": verified_count,
