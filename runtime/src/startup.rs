@@ -7,6 +7,7 @@
 use crate::checkpoint::{Checkpoint, LoadFormat, WeightFacts};
 use crate::config::{Config, MemorySplit, memory_split};
 use serde::{Serialize, Serializer};
+use slotgraph_graphs::cuda::ExchangeReport;
 use slotgraph_graphs::device::DeviceFacts;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -118,6 +119,8 @@ pub struct RankRecord {
     pub ordinal: Option<usize>,
     pub uuid: Option<String>,
     pub pci: Option<String>,
+    /// The transport, and the way to each other rank; None on the CPU and for a single rank.
+    pub exchange: Option<ExchangeReport>,
     pub device: DeviceFacts,
 }
 
@@ -126,7 +129,17 @@ impl RankRecord {
     pub fn new(rank: usize, phases: Phases, bytes_read: u64, device: DeviceFacts) -> RankRecord {
         let seconds = phases.of(Phase::Read).as_secs_f64();
         let gb_per_s = if seconds > 0.0 { bytes_read as f64 / seconds / 1e9 } else { 0.0 };
-        RankRecord { rank, phases_ms: phases, bytes_read, gb_per_s, ordinal: None, uuid: None, pci: None, device }
+        RankRecord {
+            rank,
+            phases_ms: phases,
+            bytes_read,
+            gb_per_s,
+            ordinal: None,
+            uuid: None,
+            pci: None,
+            exchange: None,
+            device,
+        }
     }
 }
 

@@ -19,7 +19,7 @@ serve_until_exit() {
   local name=$1 limit=$2 pid began=$SECONDS address='' asked=0
   shift 2
   log=$out/$name.log
-  "$probe" serve --port 0 "$@" > "$log" 2>&1 &
+  "$probe" serve --port 0 --served-model-name m "$@" > "$log" 2>&1 &
   pid=$!
   while kill -0 $pid 2> /dev/null && [ $((SECONDS - began)) -lt "$limit" ]; do
     if [ $asked = 0 ]; then
@@ -27,7 +27,7 @@ serve_until_exit() {
       if [ -n "$address" ] && curl -sf -m 2 "$address/health" > /dev/null; then
         asked=1 began=$SECONDS
         curl -s -m "$limit" "$address/v1/completions" -H 'Content-Type: application/json' \
-          -d '{"prompt": "ROMEO.", "max_tokens": 64, "ignore_eos": true}' > "$out/$name.answer" 2>&1 &
+          -d '{"model": "m", "prompt": "ROMEO.", "max_tokens": 64, "ignore_eos": true}' > "$out/$name.answer" 2>&1 &
       fi
     fi
     sleep 0.2
@@ -51,7 +51,7 @@ fails() {
 stops() {
   local name=$1 signal=$2 pid began=$SECONDS address='' code=0 said=1
   shift 2
-  "$probe" serve --port 0 "$@" > "$out/$name.log" 2>&1 &
+  "$probe" serve --port 0 --served-model-name m "$@" > "$out/$name.log" 2>&1 &
   pid=$!
   until address=$(grep -ao 'http://[0-9.]*:[0-9]*' "$out/$name.log" | head -n 1) && [ -n "$address" ] \
     && curl -sf -m 2 "$address/health" > /dev/null; do
@@ -59,7 +59,7 @@ stops() {
     sleep 0.1
   done
   if [ $said = 1 ]; then
-    curl -sf -m 20 "$address/v1/completions" -H 'Content-Type: application/json' -d '{"prompt": "ROMEO.", "max_tokens": 8}' \
+    curl -sf -m 20 "$address/v1/completions" -H 'Content-Type: application/json' -d '{"model": "m", "prompt": "ROMEO.", "max_tokens": 8}' \
       > "$out/$name.answer" || said=0
   fi
   began=$SECONDS
@@ -87,7 +87,10 @@ ep_shared() {
   local model transport
   local small=(--kv-memory 1GiB --max-slots 32 --prefill-chunk 512)
   for model in $sparse; do
-    start "ep-readiness-p2p-shared-$model" graph-readiness "tests/models/$model" "${ep_shared_flags[@]}" "${small[@]}" --transport p2p --no-canary
+    # Alone: it watches the GPU's free memory.
+    run "ep-readiness-p2p-shared-$model" graph-readiness "tests/models/$model" "${ep_shared_flags[@]}" "${small[@]}" --transport p2p --no-canary
+  done
+  for model in $sparse; do
     start "ep-exactness-shared-$model" exactness "tests/models/$model" --device cuda "${small[@]}" --allow-shared-device \
       --ep-legs 2 --ep-devices 0,0 --transport-legs host-staged,p2p \
       --leg 'ep 2, host-staged, eager' --leg 'ep 2, p2p, eager' --leg 'ep 2, p2p, graph'

@@ -122,6 +122,11 @@ impl CudaDevice {
         Ok(self.gpu.memory().during(doing)?.0)
     }
 
+    /// Exchanges that went through the host, or into a library, one by one.
+    pub fn round_trips(&self) -> u64 {
+        self.exchange.as_ref().map_or(0, |exchange| exchange.count)
+    }
+
     pub fn ledger_hash(&self) -> String {
         self.ledger.hash()
     }

@@ -9,7 +9,7 @@ use crate::exchange::MemoryExchange;
 use crate::meeting::Meeting;
 use crate::plan::RankShape;
 use crate::source::{DummySpec, Source, SourceError, group_extents};
-use crate::step::{StepInput, StepOutput};
+use crate::step::{StepInput, StepLimits, StepOutput};
 use crate::{model, samples};
 use slotgraph_kernels::launch::{Arg, GpuFacts, Launch, stamp};
 use slotgraph_kernels::{Op, WeightSpec, pack};
@@ -22,11 +22,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Set in the child: the folder of the mock.
-const FOLDER: &str = "SLOTGRAPH_MOCK_FOLDER";
+pub(super) const FOLDER: &str = "SLOTGRAPH_MOCK_FOLDER";
 
 /// A source that fills every row with its number and remembers what was asked.
 #[derive(Default)]
-struct Rows {
+pub(super) struct Rows {
     asked: Mutex<Vec<(String, usize, Range<usize>)>>,
     fails: Option<&'static str>,
     panics: Option<&'static str>,
@@ -55,7 +55,7 @@ impl Source for Rows {
     }
 }
 
-fn options() -> CudaOptions {
+pub(super) fn options() -> CudaOptions {
     CudaOptions {
         lib_dirs: vec![PathBuf::from(std::env::var_os(FOLDER).unwrap())],
         cache: Cache::off(),
@@ -69,32 +69,36 @@ fn with_mock(name: &str, ranks: usize, extra: &str, body: impl FnOnce()) {
     if std::env::var_os(FOLDER).is_some() {
         return body();
     }
-    let folder = mock_folder(ranks, extra);
-    run_child(name, Command::new(std::env::current_exe().unwrap()).env(FOLDER, folder.path()));
+    let folder = mock_folder(ranks, &samples::limits(), extra);
+    run_child(
+        &format!("cuda::mock_tests::{name}"),
+        Command::new(std::env::current_exe().unwrap()).env(FOLDER, folder.path()),
+    );
 }
 
-fn mock_folder(ranks: usize, extra: &str) -> tempfile::TempDir {
+pub(super) fn mock_folder(ranks: usize, limits: &StepLimits, extra: &str) -> tempfile::TempDir {
     let folder = tempfile::TempDir::new().unwrap();
     for file in ["libcuda.so.1", "libnvrtc.so.13"] {
         std::fs::copy(built("libmockcuda.so"), folder.path().join(file)).unwrap();
     }
-    std::fs::write(folder.path().join("mockcuda.conf"), configuration(RankShape { rank: 0, ranks }) + extra).unwrap();
+    std::fs::write(folder.path().join("mockcuda.conf"), configuration(RankShape { rank: 0, ranks }, limits) + extra)
+        .unwrap();
     folder
 }
 
 /// A library that cargo built beside this test.
-fn built(name: &str) -> PathBuf {
+pub(super) fn built(name: &str) -> PathBuf {
     std::env::current_exe().unwrap().with_file_name(name)
 }
 
-fn run_child(name: &str, command: &mut Command) {
-    let child = command.args(["--exact", &format!("cuda::mock_tests::{name}"), "--nocapture"]).output().unwrap();
+pub(super) fn run_child(test: &str, command: &mut Command) {
+    let child = command.args(["--exact", test, "--nocapture"]).output().unwrap();
     let text = String::from_utf8_lossy(&child.stdout).into_owned() + &String::from_utf8_lossy(&child.stderr);
     assert!(child.status.success() && text.contains("1 passed"), "{text}");
 }
 
 /// The kernels of the sample model, as the mock must know them.
-fn configuration(rank: RankShape) -> String {
+fn configuration(rank: RankShape, limits: &StepLimits) -> String {
     let mut text = String::from("memory 268435456\n");
     let mut seen = BTreeSet::new();
     let mut declare = |launch: &Launch| {
@@ -107,15 +111,15 @@ fn configuration(rank: RankShape) -> String {
         }
     };
     let mut publish = String::new();
-    let (spec, limits) = (samples::deepseek_on_cuda(), samples::limits());
+    let spec = samples::deepseek_on_cuda();
     for bucket in &limits.buckets {
-        let plan = model::build(&spec, &limits, rank, *bucket).unwrap();
+        let plan = model::build(&spec, limits, rank, *bucket).unwrap();
         for weight in &plan.weights {
             pack::launch(&weight.form, 0..1).iter().for_each(&mut declare);
         }
         declare(&pack::dummy_launch(&plan.weights[0].parts[0], 0, 1));
         declare(&stamp(0));
-        for placed in plan.ops.iter().filter(|placed| !matches!(placed.op, Op::Exchange(_))) {
+        for placed in &plan.ops {
             let launches = placed.op.launches(&plan, &GpuFacts::h200()).unwrap();
             launches.iter().for_each(&mut declare);
             if let Op::Feed(feed) = &placed.op {
@@ -127,6 +131,7 @@ fn configuration(rank: RankShape) -> String {
             }
         }
     }
+    text += &format!("exchange exchange {}\n", spec.hidden);
     text + &publish
 }
 
@@ -137,7 +142,7 @@ fn prepare_error(options: CudaOptions) -> String {
     }
 }
 
-fn step(step: u64, bucket: usize) -> StepInput {
+pub(super) fn step(step: u64, bucket: usize) -> StepInput {
     StepInput { step, bucket, ..StepInput::default() }
 }
 
@@ -454,11 +459,11 @@ fn a_profiler_sees_the_phases_and_the_steps() {
         }
         return;
     }
-    let folder = mock_folder(1, "");
+    let folder = mock_folder(1, &samples::limits(), "");
     let report = folder.path().join("ranges");
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.env(FOLDER, folder.path()).env("NVTXINJ_OUT", &report).env("NVTX_INJECTION64_PATH", built("libnvtxinj.so"));
-    run_child("a_profiler_sees_the_phases_and_the_steps", &mut child);
+    run_child("cuda::mock_tests::a_profiler_sees_the_phases_and_the_steps", &mut child);
     let report = std::fs::read_to_string(report).unwrap();
     let mut lines = report.lines();
     let counts = lines.next().unwrap();

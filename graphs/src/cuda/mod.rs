@@ -54,4 +54,6 @@ pub use weights::{Progress, WeightsReport};
 #[cfg(test)]
 mod mock_tests;
 #[cfg(test)]
+mod ranks_tests;
+#[cfg(test)]
 mod tests;

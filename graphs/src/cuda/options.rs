@@ -148,7 +148,7 @@ pub struct PrepareReport {
 }
 
 /// How this rank reaches the others.
-#[derive(Clone, Debug, Default, serde::Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct ExchangeReport {
     pub transport: &'static str,
     /// Memory that the transport took: of the GPU, or pinned where it goes through the host.
@@ -165,7 +165,7 @@ impl ExchangeReport {
 }
 
 /// Another rank, and the way to it.
-#[derive(Clone, Debug, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct PeerReport {
     pub rank: usize,
     pub ordinal: usize,

@@ -105,6 +105,8 @@ impl CudaDevice {
         let stamped = self.stamped.as_ref().expect("just captured");
         // SAFETY: arena and weights are this device's and outlive its graphs (field order; Drop waits first).
         unsafe { stamped.graph.launch() }.during(|| format!("replaying the stamped graph of bucket {bucket}"))?;
+        // A copy to plain memory would wait inside the driver, and keep a rank on the same GPU from launching what this one waits for.
+        settle(&self.gpu, self.exchange.as_ref(), || format!("replaying the stamped graph of bucket {bucket}"))?;
         let count = self.programs[index].ops() + 2;
         let bytes = self.read_buffer(STAMPS, 0, count * size_of::<u64>())?;
         let ns: Vec<u64> =

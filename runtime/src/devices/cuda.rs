@@ -127,6 +127,7 @@ fn prepare(options: CudaOptions, faults: &[Fault], startup: &Startup) -> Result<
         uuid: identity.map(|gpu| gpu.uuid.clone()),
         pci: identity.map(|gpu| gpu.pci.clone()),
         libraries: report.libraries.iter().map(library).collect(),
+        exchange: report.exchange.clone(),
         device: armed(device, rank, faults)?,
     })
 }

@@ -5,6 +5,7 @@
 
 use crate::engine::{StartError, panic_text};
 use crate::startup::{LibraryRecord, Phase, Phases, RankRecord};
+use slotgraph_graphs::cuda::ExchangeReport;
 use slotgraph_graphs::device::Device;
 use slotgraph_graphs::step::StepLimits;
 use std::cell::RefCell;
@@ -27,12 +28,23 @@ pub struct Prepared {
     pub pci: Option<String>,
     /// Libraries that were loaded at run time.
     pub libraries: Vec<LibraryRecord>,
+    /// How a GPU reaches those of the other ranks.
+    pub exchange: Option<ExchangeReport>,
 }
 
 impl Prepared {
     /// A device that is no GPU.
     pub fn new(device: Box<dyn Device>, limits: StepLimits, bytes_read: u64) -> Self {
-        Prepared { device, limits, bytes_read, ordinal: None, uuid: None, pci: None, libraries: Vec::new() }
+        Prepared {
+            device,
+            limits,
+            bytes_read,
+            ordinal: None,
+            uuid: None,
+            pci: None,
+            libraries: Vec::new(),
+            exchange: None,
+        }
     }
 }
 
@@ -101,9 +113,9 @@ impl Startup {
         let phase = self.clock.borrow().0;
         let made = made.and_then(|prepared| self.enter(Phase::Ready).map(|()| prepared));
         match made {
-            Ok(Prepared { device, limits, bytes_read, ordinal, uuid, pci, libraries }) => {
+            Ok(Prepared { device, limits, bytes_read, ordinal, uuid, pci, libraries, exchange }) => {
                 let record = RankRecord::new(self.rank, self.clock.into_inner().2, bytes_read, device.facts());
-                let record = RankRecord { ordinal, uuid, pci, ..record };
+                let record = RankRecord { ordinal, uuid, pci, exchange, ..record };
                 Ok((device, RankStart { limits, record, libraries }))
             }
             Err(error) => {

@@ -3,16 +3,21 @@
 //! Every function follows its namesake in cuda.h: pointers are the caller's and live for the call. Handles are made-up
 //! non-NULL values, or boxes that their destroy function takes back.
 
-use crate::state::{CAPTURE_UNSUPPORTED, Code, INVALID_VALUE, Kind, NOT_FOUND, OUT_OF_MEMORY, SUCCESS, config, state};
+use crate::state::{
+    CAPTURE_UNSUPPORTED, Code, INVALID_VALUE, Kind, NOT_FOUND, OUT_OF_MEMORY, PEER_ACCESS_ALREADY_ENABLED, SUCCESS,
+    config, log, state,
+};
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 type Handle = *mut c_void;
 
-/// The one context; never dereferenced.
-const CONTEXT: usize = 0x10;
-const STREAM: usize = 0x20;
+/// Contexts are this times the device's number from 1, streams are numbered from there; neither is ever dereferenced.
+const CONTEXT: usize = 0x1000;
+const STREAM: usize = 0x10_0000;
+static STREAMS: AtomicUsize = AtomicUsize::new(STREAM);
 
 thread_local! { static CURRENT: Cell<usize> = const { Cell::new(0) }; }
 
@@ -49,7 +54,9 @@ driver! {
     fn cuDriverGetVersion(version: *mut c_int) { unsafe { give(version, config().driver) } }
     fn cuDeviceGetCount(count: *mut c_int) { unsafe { give(count, config().devices) } }
     fn cuDeviceGet(device: *mut c_int, ordinal: c_int) { unsafe { give(device, ordinal) } }
-    fn cuDevicePrimaryCtxRetain(context: *mut usize, _device: c_int) { unsafe { give(context, CONTEXT) } }
+    fn cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) {
+        unsafe { give(context, CONTEXT * (device as usize + 1)) }
+    }
     fn cuDevicePrimaryCtxRelease_v2(_device: c_int) { SUCCESS }
     fn cuCtxGetCurrent(context: *mut usize) { unsafe { give(context, CURRENT.get()) } }
     fn cuCtxSetCurrent(context: usize) { CURRENT.set(context); SUCCESS }
@@ -70,6 +77,18 @@ driver! {
         unsafe { give(value, known) }
     }
 
+    fn cuDeviceCanAccessPeer(can: *mut c_int, _device: c_int, _peer: c_int) {
+        unsafe { give(can, c_int::from(config().peers)) }
+    }
+    fn cuCtxEnablePeerAccess(peer: usize, _flags: c_uint) {
+        log("cuCtxEnablePeerAccess");
+        match (CURRENT.get(), state().ways.insert((CURRENT.get(), peer))) {
+            (own, _) if own == peer => INVALID_VALUE,
+            (_, true) => SUCCESS,
+            (_, false) => PEER_ACCESS_ALREADY_ENABLED,
+        }
+    }
+
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         let used = state().used;
         unsafe { give(free, config().memory - used); give(total, config().memory) }
@@ -81,7 +100,10 @@ driver! {
             Err(code) => code,
         }
     }
-    fn cuMemFree_v2(address: u64) { state().free(address as usize) }
+    fn cuMemFree_v2(address: u64) {
+        log("cuMemFree_v2");
+        state().free(address as usize)
+    }
     fn cuMemHostAlloc(host: *mut usize, bytes: usize, _flags: c_uint) {
         let allocated = state().allocate(bytes, Kind::Host);
         match allocated {
@@ -122,15 +144,17 @@ driver! {
         SUCCESS
     }
 
-    fn cuStreamCreate(stream: *mut usize, _flags: c_uint) { unsafe { give(stream, STREAM) } }
+    fn cuStreamCreate(stream: *mut usize, _flags: c_uint) {
+        unsafe { give(stream, STREAMS.fetch_add(0x10, Ordering::Relaxed)) }
+    }
     fn cuStreamDestroy_v2(_stream: Handle) { SUCCESS }
-    fn cuStreamSynchronize(_stream: Handle) { wait() }
-    fn cuStreamQuery(_stream: Handle) { wait() }
+    fn cuStreamSynchronize(stream: Handle) { wait(stream) }
+    fn cuStreamQuery(stream: Handle) { wait(stream) }
     fn cuEventCreate(event: *mut *mut Instant, _flags: c_uint) {
         unsafe { give(event, Box::into_raw(Box::new(Instant::now()))) }
     }
     fn cuEventRecord(event: *mut Instant, _stream: Handle) { unsafe { give(event, Instant::now()) } }
-    fn cuEventSynchronize(_event: *mut Instant) { wait() }
+    fn cuEventSynchronize(_event: *mut Instant) { SUCCESS }
     fn cuEventElapsedTime_v2(ms: *mut f32, start: *const Instant, end: *const Instant) {
         unsafe { give(ms, (*end).duration_since(*start).as_secs_f32() * 1e3) }
     }
@@ -177,9 +201,9 @@ pub struct Function {
     pub sizes: Vec<usize>,
 }
 
-/// Waiting spoils an open capture.
-fn wait() -> Code {
-    match &mut state().capture {
+/// Waiting for a stream spoils its open capture.
+fn wait(stream: Handle) -> Code {
+    match state().captures.get_mut(&(stream as usize)) {
         Some(capture) => {
             capture.broken = true;
             CAPTURE_UNSUPPORTED

@@ -1,7 +1,7 @@
 //! Launches, captures and graphs. A captured graph is a chain; a launched one runs its nodes in order.
 
 use crate::driver::Function;
-use crate::state::{CAPTURE_INVALIDATED, Capture, Code, INVALID_VALUE, OUT_OF_MEMORY, SUCCESS, config, state};
+use crate::state::{CAPTURE_INVALIDATED, Capture, Code, INVALID_VALUE, OUT_OF_MEMORY, SUCCESS, config, log, state};
 use std::ffi::{c_int, c_uint, c_void};
 
 /// Device bytes that an executable graph takes.
@@ -86,10 +86,24 @@ impl Node {
         Node { function, grid, block, shared_bytes, programmatic, values, pointers }
     }
 
+    /// Calls the function that the first parameter leads to.
+    fn call(&self) {
+        let word = |at: usize| u64::from_le_bytes(self.values[at][..].try_into().expect("parameters of eight bytes"));
+        // SAFETY: the library that launched this passes a function of this type of its own, and what that function takes.
+        let function = unsafe { std::mem::transmute::<u64, extern "C" fn(u64, u64, u64, u64, u64)>(word(0)) };
+        function(word(1), word(2), word(3), word(4), word(5));
+    }
+
     /// Does what the configuration says of the kernel.
     fn run(&self) {
         // SAFETY: functions are never freed.
         let name = unsafe { &(*self.function).name }.to_string_lossy();
+        if let Some(hidden) = config().exchange.get(&*name) {
+            crate::exchange::run(&self.values, *hidden);
+        }
+        if config().call.contains(&*name) {
+            self.call();
+        }
         let Some(publish) = config().publish.get(&*name) else { return };
         let address = |parameter: usize| {
             u64::from_le_bytes(self.values[parameter][..].try_into().expect("a pointer has eight bytes")) as usize
@@ -128,7 +142,8 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
     // SAFETY: by the caller's word.
     let node = unsafe { Node::of(&*launch, function, arguments) };
     let mut state = state();
-    match &mut state.capture {
+    // SAFETY: by the caller's word.
+    match state.captures.get_mut(&(unsafe { (*launch).stream } as usize)) {
         Some(capture) => capture.nodes.push(node),
         None => {
             drop(state);
@@ -141,20 +156,20 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
 /// # Safety
 /// As cuda.h says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamBeginCapture_v2(_stream: *mut c_void, _mode: c_int) -> Code {
+pub unsafe extern "C" fn cuStreamBeginCapture_v2(stream: *mut c_void, _mode: c_int) -> Code {
     let mut state = state();
-    if state.fails("cuStreamBeginCapture_v2") || state.capture.is_some() {
+    if state.fails("cuStreamBeginCapture_v2") || state.captures.contains_key(&(stream as usize)) {
         return INVALID_VALUE;
     }
-    state.capture = Some(Capture::default());
+    state.captures.insert(stream as usize, Capture::default());
     SUCCESS
 }
 
 /// # Safety
 /// As cuda.h says: `graph` is valid for a write.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamEndCapture(_stream: *mut c_void, graph: *mut *mut Graph) -> Code {
-    let Some(capture) = state().capture.take() else { return INVALID_VALUE };
+pub unsafe extern "C" fn cuStreamEndCapture(stream: *mut c_void, graph: *mut *mut Graph) -> Code {
+    let Some(capture) = state().captures.remove(&(stream as usize)) else { return INVALID_VALUE };
     let made =
         if capture.broken { std::ptr::null_mut() } else { Box::into_raw(Box::new(Graph { nodes: capture.nodes })) };
     // SAFETY: by the caller's word.
@@ -290,6 +305,7 @@ pub unsafe extern "C" fn cuGraphLaunch(exec: *const Graph, _stream: *mut c_void)
 /// As cuda.h says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGraphExecDestroy(_exec: *const Graph) -> Code {
+    log("cuGraphExecDestroy");
     state().used -= EXEC_BYTES;
     SUCCESS
 }

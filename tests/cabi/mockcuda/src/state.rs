@@ -1,8 +1,9 @@
 //! What the mock remembers: its configuration, live allocations, the open capture, and how often each call was made.
 
 use std::alloc::Layout;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{CStr, c_int, c_void};
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -11,6 +12,7 @@ pub const SUCCESS: Code = 0;
 pub const INVALID_VALUE: Code = 1;
 pub const OUT_OF_MEMORY: Code = 2;
 pub const NOT_FOUND: Code = 500;
+pub const PEER_ACCESS_ALREADY_ENABLED: Code = 704;
 pub const CAPTURE_UNSUPPORTED: Code = 900;
 pub const CAPTURE_INVALIDATED: Code = 901;
 
@@ -32,6 +34,12 @@ pub struct Config {
     pub memory: usize,
     pub functions: HashMap<String, Vec<usize>>,
     pub publish: HashMap<String, Publish>,
+    /// Floats of a row, by the name of the kernel that exchanges over peer memory.
+    pub exchange: HashMap<String, usize>,
+    /// Kernels whose first parameter is a C function to be called with the others.
+    pub call: HashSet<String>,
+    /// Whether devices reach each other's memory.
+    pub peers: bool,
     pub fail: HashMap<String, u64>,
 }
 
@@ -46,7 +54,10 @@ pub struct State {
     allocations: BTreeMap<usize, (usize, Kind)>,
     /// Device bytes in use; graphs count too.
     pub used: usize,
-    pub capture: Option<Capture>,
+    /// By stream.
+    pub captures: HashMap<usize, Capture>,
+    /// Pairs of contexts of which the first may use the second's memory.
+    pub ways: HashSet<(usize, usize)>,
     calls: HashMap<&'static str, u64>,
 }
 
@@ -60,6 +71,17 @@ pub struct Capture {
 pub fn config() -> &'static Config {
     static CONFIG: OnceLock<Config> = OnceLock::new();
     CONFIG.get_or_init(|| parse(&std::fs::read_to_string(config_path()).unwrap_or_default()))
+}
+
+/// Adds "thread call" to `calls.log` beside the library, where a test has put such a file.
+pub fn log(call: &str) {
+    let path = config_path().with_file_name("calls.log");
+    let Ok(mut file) = std::fs::OpenOptions::new().append(true).open(path) else { return };
+    let mut name = [0u8; 16];
+    // SAFETY: the calling thread, and room for the longest name.
+    unsafe { libc::pthread_getname_np(libc::pthread_self(), name.as_mut_ptr().cast(), name.len()) };
+    let name = CStr::from_bytes_until_nul(&name).map(CStr::to_string_lossy).unwrap_or_default();
+    writeln!(file, "{name} {call}").expect("the test's folder can be written");
 }
 
 pub fn state() -> MutexGuard<'static, State> {
@@ -134,6 +156,9 @@ fn parse(text: &str) -> Config {
         memory: 1 << 30,
         functions: HashMap::new(),
         publish: HashMap::new(),
+        exchange: HashMap::new(),
+        call: HashSet::new(),
+        peers: true,
         fail: HashMap::new(),
     };
     for line in text.lines().filter(|line| !line.is_empty()) {
@@ -153,6 +178,13 @@ fn parse(text: &str) -> Config {
                     Publish { counter: number(1), ring: number(2), entries: number(3) as u64, words: number(4) };
                 config.publish.insert(rest[0].to_owned(), publish);
             }
+            "exchange" => {
+                config.exchange.insert(rest[0].to_owned(), number(1));
+            }
+            "call" => {
+                config.call.insert(rest[0].to_owned());
+            }
+            "peers" => config.peers = number(0) != 0,
             "fail" => {
                 config.fail.insert(rest[0].to_owned(), number(1) as u64);
             }
