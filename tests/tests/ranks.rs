@@ -52,13 +52,18 @@ impl<D: Device> Device for Watched<D> {
     }
 }
 
-/// Batches of these asks, one after another, on every rank of `ranks`: what was said in each batch, each rank's steps, and how many exchanges
-/// each rank came to.
-fn over_ranks(
-    ranks: usize,
-    limits: &StepLimits,
-    batches: &[Vec<Ask>],
-) -> (Vec<Vec<Vec<String>>>, Vec<Vec<Step>>, Vec<u64>) {
+/// What every rank of a run said and did.
+struct Ran {
+    /// By batch and request.
+    said: Vec<Vec<Vec<String>>>,
+    /// By rank.
+    steps: Vec<Vec<Step>>,
+    /// Exchanges that each rank came to.
+    entered: Vec<u64>,
+}
+
+/// Batches of these asks, one after another, on every rank of `ranks`.
+fn over_ranks(ranks: usize, limits: &StepLimits, batches: &[Vec<Ask>]) -> Ran {
     let exchange = MemoryExchange::new(ranks, Duration::from_secs(60));
     let outcomes: Vec<_> = std::thread::scope(|scope| {
         let rank = |rank: usize| {
@@ -81,7 +86,7 @@ fn over_ranks(
     let entered = (0..ranks).map(|rank| exchange.entered(rank)).collect();
     let (said, steps): (Vec<_>, Vec<_>) = outcomes.into_iter().unzip();
     assert!(said.iter().all(|other| *other == said[0]), "every rank says the same");
-    (said.into_iter().next().expect("there is a rank"), steps, entered)
+    Ran { said: said.into_iter().next().expect("there is a rank"), steps, entered }
 }
 
 #[test]
@@ -93,9 +98,9 @@ fn pad_rows_are_routed_nowhere_and_every_route_is_counted_once() {
     let Mlp::Moe(moe) = &demo().spec.mlp else { panic!("the demo model has experts") };
     let plan = demo().device(&limits, |_| {}).plan(8).expect("a bucket of these limits").clone();
     let sparse = plan.ops.iter().filter(|placed| matches!(placed.op, Op::MoeGate(_))).count() as u64;
-    let (reference, ..) = over_ranks(1, &limits, &batches);
+    let reference = over_ranks(1, &limits, &batches).said;
     for ranks in [1, 2, 4, 8] {
-        let (said, steps, entered) = over_ranks(ranks, &limits, &batches);
+        let Ran { said, steps, entered } = over_ranks(ranks, &limits, &batches);
         assert_eq!(said, reference, "{ranks} ranks");
         let ran = steps[0].len() as u64;
         let due = if ranks > 1 { ran * sparse } else { 0 };
@@ -123,6 +128,6 @@ fn a_small_batch_does_not_see_what_the_large_one_before_it_held() {
     let limits = drive::limits(8, 0);
     let all = asks(4);
     let batch = |from: usize, size: usize| -> Vec<Ask> { all.iter().cycle().skip(from).take(size).cloned().collect() };
-    let after = |large: Vec<Ask>| over_ranks(2, &limits, &[large, batch(2, 3)]).0.pop();
+    let after = |large: Vec<Ask>| over_ranks(2, &limits, &[large, batch(2, 3)]).said.pop();
     assert_eq!(after(batch(0, 8)), after(batch(7, 8)));
 }
