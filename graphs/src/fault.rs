@@ -59,7 +59,7 @@ pub enum FaultPlace {
 }
 
 /// Name, place, and what N counts.
-const FAULTS: [(FaultKind, &str, FaultPlace, &str); 15] = [
+const FAULTS: [(FaultKind, &str, FaultPlace, &str); 16] = [
     (FaultKind::DeviceError, "device-error", FaultPlace::Edge, "step"),
     (FaultKind::DeviceStall, "device-stall", FaultPlace::Edge, "step"),
     (FaultKind::NanRow, "nan-row", FaultPlace::Edge, "step"),
