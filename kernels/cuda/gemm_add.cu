@@ -23,19 +23,29 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM) gemm_add(float* x, const bf16*
   work.start(mine, first, end);
   wait_and_let_start<true>(rows);
   const auto tokens = rows_of<K_TILES, TOKEN_TILES, WEIGHT_K>(input, token, rows, lane);
+  /* The sums so far, asked for now and needed last. */
+  constexpr int EACH = ceil_div(TOKEN_TILES * 8 * 16, 256);
+  float old[ROW_TILES][EACH];
+#pragma unroll
+  for (int row = 0; row < ROW_TILES; row++)
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int column = (row_tile + row) * 16 + threadIdx.x % 16, r = token + (i * 256 + (int)threadIdx.x) / 16;
+      if (i * 256 + (int)threadIdx.x < TOKEN_TILES * 8 * 16 && r < (int)rows && column < WEIGHT_N) old[row][i] = ld_act_f32(x + (u64)r * WEIGHT_N + column);
+    }
   work.pass<TOKEN_TILES>(mine, first, end, nullptr, tokens);
 
 #pragma unroll
   for (int row = 0; row < ROW_TILES; row++) {
     if (row) sync_block();
     Tile::share(slices, work, row, warp, lane);
-    for (int i = threadIdx.x; i < TOKEN_TILES * 8 * 16; i += 256) {
-      const int column = (row_tile + row) * 16 + i % 16, r = token + i / 16;
-      if (r < (int)rows && column < WEIGHT_N) {
-        float value = Tile::total(slices, i / 16, i % 16);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int at = i * 256 + (int)threadIdx.x, column = (row_tile + row) * 16 + at % 16, r = token + at / 16;
+      if (at < TOKEN_TILES * 8 * 16 && r < (int)rows && column < WEIGHT_N) {
+        float value = Tile::total(slices, at / 16, at % 16);
         if (HAS_BIAS) value = value + ld_weight_f32(bias + column);
-        float* at = x + (u64)r * WEIGHT_N + column;
-        st_f32(at, ld_act_f32(at) + value);
+        st_f32(x + (u64)r * WEIGHT_N + column, old[row][i] + value);
       }
     }
   }

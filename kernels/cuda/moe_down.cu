@@ -77,6 +77,21 @@ KERNEL void __launch_bounds__(256, 1)
     mine = weights_of(item);
     work.start(mine, 0, 2 * DEPTH);
   }
+  /* This thread's output, its experts and the sum so far: chosen and written at least two launches back, so asked for before the wait. */
+  static_assert(ROWS_MAX * 16 <= 256, "a thread sums one output");
+  const int row = threadIdx.x / 16, r = threadIdx.x % 16, column = row_tile * 16 + r;
+  const bool sums = row < (int)rows && column < WEIGHT_N;
+  const u64 at = (u64)row * WEIGHT_N + column;
+  u32 ids[TOP_K];
+  float weights[TOP_K], old = 0.0f;
+  if (sums) {
+#pragma unroll
+    for (int choice = 0; choice < TOP_K; choice++) {
+      ids[choice] = ld_early_u32(expert_id + row * TOP_K + choice);
+      weights[choice] = __uint_as_float(ld_early_u32((const u32*)expert_weight + row * TOP_K + choice));
+    }
+    if (RESIDUAL) old = __uint_as_float(ld_early_u32((const u32*)out + at));
+  }
   wait_and_let_start<true>(rows);
   while (item < items) {
     const V4* next = item + 8 < items ? weights_of(item + 8) : nullptr;
@@ -125,27 +140,15 @@ KERNEL void __launch_bounds__(256, 1)
   }
   sync_block();
 
-  for (int i = threadIdx.x; i < (int)rows * 16; i += 256) {
-    const int row = i / 16, r = i % 16, column = row_tile * 16 + r;
-    u32 ids[TOP_K];
-    float weights[TOP_K];
-#pragma unroll
-    for (int choice = 0; choice < TOP_K; choice++) {
-      ids[choice] = ld_early_u32(expert_id + row * TOP_K + choice);
-      weights[choice] = ld_act_f32(expert_weight + row * TOP_K + choice);
-    }
-    const float tree = shard_tree(ids, weights, [&](int choice) { return y[(row * TOP_K + choice) * 16 + r]; });
-    const float both = SHARED_K ? y_shared[row * 16 + r] + y_shared[(ROWS_MAX + row) * 16 + r] : 0.0f;
-    const u64 at = (u64)row * WEIGHT_N + column;
-    if (column < WEIGHT_N) {
+  if (!sums) return;
+  const float tree = shard_tree(ids, weights, [&](int choice) { return y[(row * TOP_K + choice) * 16 + r]; });
+  const float both = SHARED_K ? y_shared[row * 16 + r] + y_shared[(ROWS_MAX + row) * 16 + r] : 0.0f;
 #if RESIDUAL
-      st_f32(out + at, (tree + both) + ld_act_f32(out + at));
+  st_f32(out + at, (tree + both) + old);
 #else
-      st_f32(out + at, tree);
-      st_f32(shared_out + at, both);
+  st_f32(out + at, tree);
+  st_f32(shared_out + at, both);
 #endif
-    }
-  }
 }
 #else
 /* Leaves the sums of a tile of tokens: `row_of(i)` is where column i's y lies in the workspace. */
