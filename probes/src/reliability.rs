@@ -34,7 +34,7 @@ pub struct Args {
     /// Clients of the reset storm.
     #[arg(long, default_value_t = 1000)]
     storm: usize,
-    /// Most milliseconds from the reset of all of them to a quiet server.
+    /// Most milliseconds from the last of their resets to a quiet server.
     #[arg(long, default_value_t = 250.0)]
     collapse_ms: f64,
     /// How often a scenario that was too slow may be tried: what is slow each time is the server's fault, not the machine's.

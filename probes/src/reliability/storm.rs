@@ -49,9 +49,9 @@ pub async fn reset_storm(bench: &Bench<'_>) -> Result<Report, ProbeError> {
 #[derive(Clone, Debug, Serialize)]
 struct Storm {
     all_live: bool,
-    /// From the first reset until all were sent.
+    /// From the first reset until all were sent: the clients' own work.
     resets_sent_ms: f64,
-    /// From the first reset to a server that was seen quiet; None if it never was.
+    /// From the last reset to a server that was seen quiet; None if it never was.
     collapse_ms: Option<f64>,
     /// Medians of 20 requests, one after the other.
     ttft_ms_p50_before: f64,
@@ -103,7 +103,7 @@ async fn storm(bench: &Bench<'_>, round: usize, traced: &mut Vec<String>) -> Res
     let sent = reset.elapsed();
     let limit = Duration::from_secs(5);
     let quiet = Baseline::wait_quiet(&bench.target.server, bench.target.pid(), &bench.quiet, limit).await;
-    let collapse = reset.elapsed();
+    let collapse = reset.elapsed() - sent;
     let after = ttfts(bench, &format!("storm-after{round}"), 20).await;
     traced.extend(requests.into_iter().map(|request| request.id));
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
