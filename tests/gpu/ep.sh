@@ -1,5 +1,6 @@
-# Stages for expert parallelism, read by run.sh: ep-shared needs one GPU, which two ranks share, and ep2 needs two.
-# usage: run.sh ep-shared | run.sh ep2     EP_CYCLES: starts and stops of ep2 (default 100)
+# Stages for expert parallelism, read by run.sh: ep-shared needs one GPU, which two ranks share; ep2 needs two and is ep2-core (graphs, bits,
+# speed) and ep2-gates (serving, failures, starts and stops).
+# usage: run.sh ep-shared | run.sh ep2     EP_CYCLES: starts and stops of ep2-gates (default 100)
 
 # Models with experts that the repository carries with their weights.
 sparse='shakespeare-dsv2 tiny-dsv2-grouped'
@@ -99,19 +100,22 @@ ep_shared() {
   run ep-attribution-shared attribution "${ep_shared_flags[@]}" "${small[@]}" --transport p2p --rows 1 --steps 16
   local serving=(tests/models/shakespeare-dsv2 "${ep_shared_flags[@]}" "${small[@]}")
   for transport in p2p host-staged; do
-    if stops "ep-shared-stops-$transport" TERM "${serving[@]}" --transport $transport; then
-      verdict "ep-shared-stops-$transport" 1 'answered and left in order' "$took"
-    else
-      verdict "ep-shared-stops-$transport" 0 "$(tail -n 1 "$out/ep-shared-stops-$transport.log" | cut -c1-240)" "$took"
-    fi
+    stops_in_order "ep-shared-stops-$transport" TERM "${serving[@]}" --transport $transport
     ep_failures ep-shared $transport "${serving[@]}"
   done
   fails ep-shared-capture 60 'bucket 4' "${serving[@]}" --transport p2p --fault capture-fail@4
   fails ep-shared-nccl 20 'NCCL' "${serving[@]}" --transport nccl
 }
 
-ep2() {
-  local model transport before after cycle bad=0 took=0 began
+# One start and stop; in order, or the last line of what it said.
+stops_in_order() {
+  if stops "$@"; then verdict "$1" 1 'answered and left in order' "$took"; else verdict "$1" 0 "$(tail -n 1 "$out/$1.log" | cut -c1-240)" "$took"; fi
+}
+
+ep2() { ep2_core && ep2_gates; }
+
+ep2_core() {
+  local model transport
   local shape=(tests/shapes/deepseek-v2-lite --load-format dummy --max-model-len 4096)
   local legs=(--leg 'ep 2, host-staged, eager')
   for transport in nccl p2p; do legs+=(--leg "ep 2, $transport, eager" --leg "ep 2, $transport, graph"); done
@@ -131,10 +135,20 @@ ep2() {
     run "ep2-attribution-$transport-b1" attribution "${shape[@]}" "${ep2_flags[@]}" --transport $transport --rows 1
     run "ep2-attribution-$transport-b32" attribution "${shape[@]}" "${ep2_flags[@]}" --transport $transport --rows 32
   done
+}
+
+ep2_gates() {
+  local transport before after cycle bad=0 took=0 began
   local serving=(tests/models/shakespeare-dsv2 "${ep2_flags[@]}" --kv-memory 2GiB)
   run ep2-reliability http-reliability -- "${serving[@]}"
   run ep2-soak soak --duration 360 --bucket 20 --settle 60 -- "${serving[@]}"
   for transport in p2p nccl; do ep_failures ep2 $transport "${serving[@]}"; done
+  # What around the process goes wrong is named; what only slows NCCL down is survived.
+  NCCL_SOCKET_IFNAME=doesnotexist fails ep2-nccl-interface 60 'NCCL_SOCKET_IFNAME=doesnotexist' "${serving[@]}" --transport nccl
+  NCCL_P2P_DISABLE=1 stops_in_order ep2-nccl-without-p2p TERM "${serving[@]}" --transport nccl
+  CUDA_VISIBLE_DEVICES=0 fails ep2-one-visible 5 'CUDA_VISIBLE_DEVICES' "${serving[@]}" --transport nccl
+  CUDA_VISIBLE_DEVICES=1,0 stops_in_order ep2-reordered TERM "${serving[@]}" --transport p2p
+  fails ep2-three 5 '1, 2, 4 or 8' tests/models/shakespeare-dsv2 --device cuda --ep 3
   before=$(left_behind) began=$SECONDS
   for cycle in $(seq "${EP_CYCLES:-100}"); do
     stops ep2-cycle "$( ((cycle % 10)) && echo TERM || echo KILL)" "${serving[@]}" --max-slots 8 --transport "$( ((cycle % 2)) && echo p2p || echo nccl)" || bad=$((bad + 1))

@@ -239,7 +239,7 @@ for stage in "$@"; do
   only=''
   [ "$stage" = "${stage#*=}" ] || only=${stage#*=}
   case ${stage%%=*} in
-    check-ops | check-ops-shapes | exactness | lengths | readiness | bench | bench-eager | attribution | long | load | sanitizer | doctor | serve | soak | gates | ep-shared | ep2)
+    check-ops | check-ops-shapes | exactness | lengths | readiness | bench | bench-eager | attribution | long | load | sanitizer | doctor | serve | soak | gates | ep-shared | ep2 | ep2-core | ep2-gates)
       name=${stage%%=*}
       "${name//-/_}"
       ;;

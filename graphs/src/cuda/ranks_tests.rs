@@ -281,9 +281,61 @@ fn nccl_is_aborted_when_a_rank_fails() {
             let mut device = CudaDevice::prepare(of_rank(rank, 2, &transport, false)).unwrap();
             let _ = device.lose(DeviceError::Lost("told to".into()));
         });
-        let log = std::fs::read_to_string(folder.join("calls.log")).unwrap();
-        assert_eq!(log.lines().filter(|line| *line == "nccl-abort ncclCommAbort").count(), 2, "{log}");
+        // The thread that aborts is nobody's to wait for.
+        let began = Instant::now();
+        let log = loop {
+            let log = std::fs::read_to_string(folder.join("calls.log")).unwrap();
+            if log.lines().filter(|line| *line == "nccl-abort ncclCommAbort").count() == 2 {
+                break log;
+            }
+            assert!(began.elapsed() < LONG, "{log}");
+            std::thread::yield_now();
+        };
         assert!(!log.contains("ncclCommDestroy"), "{log}");
+    });
+}
+
+#[test]
+fn a_rank_whose_step_does_not_end_says_who_enqueued_none() {
+    with_mocks("a_rank_whose_step_does_not_end_says_who_enqueued_none", 2, "", "", |_| {
+        let (transport, over) = (Transport::Nccl(Meeting::new(2, LONG)), Barrier::new(2));
+        on_threads(2, |rank| {
+            let device = CudaDevice::prepare(of_rank(rank, 2, &transport, false)).unwrap();
+            let exchange = device.exchange.as_ref().unwrap();
+            if rank == 0 {
+                exchange.enqueued(3);
+                exchange.check_step(3, Duration::from_secs(9)).unwrap();
+                let error = exchange.check_step(3, Duration::from_secs(11)).unwrap_err().to_string();
+                assert_eq!(error, "rank 0 did not finish step 3 in 10s: rank 1 has enqueued no step after 0");
+            }
+            over.wait();
+        });
+    });
+}
+
+#[test]
+fn over_peer_memory_graphs_go_first_and_memory_when_nobody_writes_it() {
+    with_mocks("over_peer_memory_graphs_go_first_and_memory_when_nobody_writes_it", 2, "", "", |folder| {
+        let (transport, ready) = (peers(2), Barrier::new(2));
+        let waited = on_threads(2, |rank| {
+            let device = CudaDevice::prepare(of_rank(rank, 2, &transport, false)).unwrap();
+            if ready.wait().is_leader() {
+                std::fs::write(folder.join("calls.log"), "").unwrap();
+            }
+            ready.wait();
+            // The slow one runs on for a while: the other keeps what this one may still write.
+            std::thread::sleep(Duration::from_millis(200 * rank as u64));
+            let began = Instant::now();
+            drop(device);
+            began.elapsed()
+        });
+        assert!(waited[0] >= Duration::from_millis(150), "{waited:?}");
+        for rank in 0..2 {
+            let calls = calls(folder, &format!("rank-{rank}"));
+            let last_graph = calls.iter().rposition(|call| call == "cuGraphExecDestroy").unwrap();
+            let first_free = calls.iter().position(|call| call == "cuMemFree_v2").unwrap();
+            assert!(last_graph < first_free, "{calls:?}");
+        }
     });
 }
 

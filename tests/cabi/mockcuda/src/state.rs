@@ -81,7 +81,8 @@ pub fn log(call: &str) {
     // SAFETY: the calling thread, and room for the longest name.
     unsafe { libc::pthread_getname_np(libc::pthread_self(), name.as_mut_ptr().cast(), name.len()) };
     let name = CStr::from_bytes_until_nul(&name).map(CStr::to_string_lossy).unwrap_or_default();
-    writeln!(file, "{name} {call}").expect("the test's folder can be written");
+    // One write a line: threads share the file.
+    file.write_all(format!("{name} {call}\n").as_bytes()).expect("the test's folder can be written");
 }
 
 pub fn state() -> MutexGuard<'static, State> {
