@@ -1,143 +1,314 @@
-/* attend: attention of some query heads of one row over the paged cache, for latent and grouped-query attention alike (contract §4).
- * A block handles one row, at most 16 heads that share their keys and values, and a run of key groups.
+/* attend: attention of some query heads of one row over the paged cache, for latent and grouped-query attention alike (contract §4). A block
+ * handles one row, at most 16 heads that share their keys and values, and a run of key groups, or one tile of a group.
  *
  * The frame  keys in groups of ATTENTION_GROUP from position 0, a group's tiles of ATTENTION_TILE keys by the online softmax starting fresh,
- *            groups by a left fold, O / l at the end. A block that starts at group 0 folds as it goes; the others leave one partial a group
- *            and the block that arrives last folds them in order. So bits depend on the row's own length alone.
- * A tile     S[16 heads, 64 keys] = Q · Kᵀ: warp w takes key columns w, w + WARPS, … of 8; one chain a column, widths ascending.
+ *            groups by a left fold, O / l at the end. So bits depend on the row's own length alone.
+ * A tile     S[16 heads, 64 keys] = Q · Kᵀ: one chain for 8 keys, widths ascending.
  *            p = exp_fast(s − m) against the group's running maximum; l = l · corr + (the balanced tree over lanes of p[lane] + p[lane + 32]);
  *            O = O · corr, then the chain O += bf16(p) · V over the tile's keys, ascending.
+ * Who does what, decided from the row's length on the device:
+ *   a run    a block takes whole groups, STEP_TILES tiles at a time. The first block of a row folds as it goes; the others leave one partial a
+ *            group, and all of them fold, each some columns (fold.cuh).
+ *   a team   TEAM blocks take one group, a tile each: scores of the own tile, left for the others, then all tiles for one TEAMth of the value
+ *            columns. Used while a row's blocks suffice for it: the latency of little more than one tile.
+ * Keys of earlier steps come before the wait, those that this step's rows write (from `fresh` on) after it. The pages that the rows write are
+ * looked up, so this holds for steps that mix prefill and decode, and for shared pages.
  * Keys past the row's length are zeros in shared memory and −inf in S, so what a page holds there cannot matter.
  *
- * Compile-time: HEADS (of the block, ≤ 16), KEY_WIDTH, VALUE_WIDTH, VALUE_AT (column of the values in a shared row), SHARED_WIDTH (of a
- * shared row), CACHE_WIDTH (of a cache row), WARPS, STAGES. */
-static_assert(ATTENTION_TILE == PAGE_TOKENS, "a tile is one page");
-static_assert(ATTENTION_TILE == 64 && ATTENTION_GROUP % 64 == 0, "the tile below is 64 keys");
+ * Compile-time: HEADS (of the block, ≤ 16), HEADS_ALL, KEY_WIDTH, VALUE_WIDTH, VALUE_AT (column of the values in a shared row), PARTS of PART_WIDTH
+ * (pieces of a cache row that make a shared row), CACHE_WIDTH, PAGES_PER_SLOT, GROUPS, WARPS, STEP_TILES, SLOT_KEYS and SLOTS (the ring of keys in
+ * shared memory), TEAM (1 is none). */
+static_assert(ATTENTION_TILE == 64 && PAGE_TOKENS == 64 && ATTENTION_GROUP % 64 == 0, "a tile is one page of 64 keys");
 
-/* -inf, so that an untouched maximum loses to every score. */
-#define MINUS_INFINITY __uint_as_float(0xff800000u)
-
-template <int HEADS, int KEY_WIDTH, int VALUE_WIDTH, int VALUE_AT, int SHARED_WIDTH, int CACHE_WIDTH, int WARPS, int STAGES> struct Attend {
+template <int HEADS, int HEADS_ALL, int KEY_WIDTH, int VALUE_WIDTH, int VALUE_AT, int PARTS, int PART_WIDTH, int CACHE_WIDTH, int PAGES_PER_SLOT, int GROUPS,
+          int WARPS, int STEP_TILES, int SLOT_KEYS, int SLOTS, int TEAM>
+struct Attend {
+  static constexpr int SHARED_WIDTH = PARTS * PART_WIDTH;
   static_assert(HEADS <= 16, "query heads are the 16 rows of an mma");
-  static_assert(KEY_WIDTH % 16 == 0 && VALUE_WIDTH % 8 == 0 && SHARED_WIDTH % 16 == 0, "widths must be whole fragments");
+  static_assert(KEY_WIDTH % 16 == 0 && VALUE_WIDTH % 16 == 0 && SHARED_WIDTH % 16 == 0, "widths must be whole fragments");
+  static_assert(SHARED_WIDTH / 8 <= WARPS * 32, "a thread loads one piece of a fresh key");
+  static_assert(PART_WIDTH % 8 == 0 && SLOT_KEYS % 32 == 0 && 64 % SLOT_KEYS == 0, "copies take 16 bytes, transposed loads 32 keys of one slot");
 
   static constexpr int THREADS = WARPS * 32, GROUP_TILES = ATTENTION_GROUP / 64;
   static constexpr int KV_STRIDE = SHARED_WIDTH + 8;           /* elements; an odd number of 16-byte units, so ldmatrix meets no conflict */
-  static constexpr int Q_STRIDE = KEY_WIDTH + 8, S_STRIDE = 68, P_STRIDE = 72;
+  static constexpr int WIDE = STEP_TILES > TEAM ? STEP_TILES : TEAM; /* tiles whose p are kept */
+  static constexpr int Q_STRIDE = KEY_WIDTH + 8, S_STRIDE = STEP_TILES * 64 + 4, P_STRIDE = WIDE * 64 + 8;
+  static constexpr int LINES = HEADS < 16 ? HEADS + 1 : 16;    /* rows of Q and p: the dead heads share a row of zeros */
   static constexpr int KEY_STEPS = KEY_WIDTH / 16;
-  static constexpr int KEY_COLUMNS = 8 / WARPS;                /* tiles of 8 keys a warp */
+  /* Two runs of 8 keys a warp at least: they share the fragments of Q, whose traffic bounds the scores. */
+  static constexpr int SCORE_WARPS = WARPS < STEP_TILES * 4 ? WARPS : STEP_TILES * 4, KEY_COLUMNS = STEP_TILES * 8 / SCORE_WARPS;
   static constexpr int VALUE_TILES = VALUE_WIDTH / 8, VALUE_COLUMNS = ceil_div(VALUE_TILES, WARPS);
-  static constexpr int WARP_HEADS = 16 / WARPS;
-  static constexpr int CHUNKS = SHARED_WIDTH / 8;              /* 16-byte pieces of a shared row */
-  static constexpr int STAGE_ELEMENTS = 64 * KV_STRIDE;
-  static_assert(8 % WARPS == 0, "the 8 key columns of a tile are dealt to whole warps");
+  static constexpr int WARP_HEADS = ceil_div(HEADS, WARPS);
+  static constexpr int RING = SLOTS * SLOT_KEYS, STEP_SLOTS = STEP_TILES * 64 / SLOT_KEYS;
+  /* Nothing comes before the wait in a step of more rows (prefill), or with more fresh keys than this in the ring. */
+  static constexpr int EARLY_ROWS = 128, LATE_KEYS = 8;
+  static_assert(STEP_TILES * 8 % SCORE_WARPS == 0, "the key columns of a step are dealt to whole warps");
+  static_assert(GROUP_TILES % STEP_TILES == 0 && SLOTS >= STEP_SLOTS, "a step lies in one group and in the ring");
+
+  /* A team's block: its tile at the start of the ring, behind it the value columns of the other tiles. */
+  static constexpr int SLICE = VALUE_WIDTH / TEAM, SLICE_STRIDE = SLICE + 8, SLICE_TILES = SLICE / 8, SLICE_COLUMNS = ceil_div(SLICE_TILES, WARPS);
+  static_assert(TEAM == 1 || (TEAM == GROUP_TILES && STEP_TILES == 1 && PARTS == 1 && SLICE % 16 == 0), "a team takes one group");
+  static_assert(TEAM == 1 || 64 * KV_STRIDE + (TEAM - 1) * 64 * SLICE_STRIDE <= RING * KV_STRIDE, "a team's keys and values fit into the ring");
 
   /* Shared memory, in order. The slack lets the last ldmatrix of an odd number of key steps read past its row. */
-  static constexpr int Q_AT = STAGES * STAGE_ELEMENTS * 2 + 64;
-  static constexpr int S_AT = Q_AT + (16 * Q_STRIDE * 2 + 15) / 16 * 16;
-  static constexpr int P_AT = S_AT + 16 * S_STRIDE * 4;
-  static constexpr int CORR_AT = P_AT + 16 * P_STRIDE * 2;
-  static constexpr int SHARED_BYTES = CORR_AT + 16 * 4 * 3;
+  static constexpr int Q_AT = RING * KV_STRIDE * 2 + 64;
+  static constexpr int S_AT = Q_AT + LINES * Q_STRIDE * 2;
+  static constexpr int P_AT = S_AT + HEADS * S_STRIDE * 4;
+  static constexpr int CORR_AT = P_AT + LINES * P_STRIDE * 2;
+  static constexpr int SHARED_BYTES = CORR_AT + 16 * 4 * (WIDE + 2);
+  typedef ::Fold<HEADS, HEADS_ALL, VALUE_WIDTH, WARPS, RING * KV_STRIDE * 2> Fold;
 
   bf16* kv;
   bf16* q;
   float* s;
   bf16* p;
-  float* corr;   /* [16] factor of O for this tile */
+  float* corr;   /* [WIDE][16] factors of O for the tiles of a step */
   float* fold_a; /* [16] factors of the fold, total · a + group · b */
   float* fold_b;
   float scale;
   int warp, lane, g, t;
   const bf16* pool;
-  const u32* pages; /* the slot's block table */
-  int length;
+  const u32 *table, *pages; /* block tables of all slots, of the row's slot */
+  const u32 *row_slot, *row_position;
+  int row, length, fresh;
+  u32 page_ids; /* lane's page of 32 tiles from page_base on */
+  int page_base;
 
   float m[WARP_HEADS], l[WARP_HEADS], total_m[WARP_HEADS], total_l[WARP_HEADS];
   float o[VALUE_COLUMNS][4], total[VALUE_COLUMNS][4];
 
-  DI Attend(u8* shared, const bf16* pool_, const u32* pages_, int length_, float scale_)
+  DI Attend(u8* shared, const bf16* pool_, const u32* table_, const u32* slot, const u32* position, int row_, float scale_)
       : kv((bf16*)shared), q((bf16*)(shared + Q_AT)), s((float*)(shared + S_AT)), p((bf16*)(shared + P_AT)), corr((float*)(shared + CORR_AT)),
-        fold_a(corr + 16), fold_b(corr + 32), warp(threadIdx.x / 32), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4), pool(pool_), pages(pages_),
-        length(length_), scale(scale_) {}
-
-  /* Asks for one tile of keys. `column_of(chunk)`: element of the cache row where the chunk of 8 starts. */
-  template <class ColumnOf> DI void fetch(int tile, const ColumnOf& column_of) {
-    const bf16* page = pool + (u64)ld_early_u32(pages + tile) * 64 * CACHE_WIDTH;
-    bf16* stage = kv + tile % STAGES * STAGE_ELEMENTS;
-    const int keys = length - tile * 64;
-    for (int i = threadIdx.x; i < 64 * CHUNKS; i += THREADS) {
-      const int key = i / CHUNKS, chunk = i % CHUNKS;
-      copy_async16(stage + key * KV_STRIDE + chunk * 8, page + (u64)key * CACHE_WIDTH + column_of(chunk), key < keys ? 16 : 0);
-    }
+        fold_a(corr + 16 * WIDE), fold_b(fold_a + 16), warp(threadIdx.x / 32), lane(threadIdx.x % 32), g(lane / 4),
+        t(lane % 4), pool(pool_), table(table_), row_slot(slot), row_position(position), row(row_), scale(scale_) {
+    const u32 mine = ld_early_u32(slot + row);
+    length = (int)ld_early_u32(position + row) + 1;
+    pages = table + (u64)mine * PAGES_PER_SLOT;
   }
 
-  /* S = scale · Q · Kᵀ of one tile. */
-  DI void scores(int tile) {
-    const bf16* stage = kv + tile % STAGES * STAGE_ELEMENTS;
-    float c[KEY_COLUMNS][4];
+  /* All lanes of a warp that copies. */
+  DI void read_pages(int tile) {
+    page_base = tile;
+    page_ids = tile + lane < ceil_div(length, 64) ? ld_early_u32(pages + tile + lane) : 0;
+  }
+  DI const bf16* page_of(int tile) {
+    if (tile - page_base >= 32) read_pages(tile);
+    return pool + (u64)from_lane_u32(page_ids, tile - page_base) * 64 * CACHE_WIDTH;
+  }
+  /* The pages from tile `first` on, and `fresh`, the first key of `count` tiles that a row of this step writes. Nothing is early in a step of many rows. */
+  DI void look_up(int first, int count, u32 rows) {
+    constexpr int EACH = EARLY_ROWS / 32; /* rows a lane, all asked for at once */
+    u32 slot[EACH], at[EACH];
 #pragma unroll
-    for (int column = 0; column < KEY_COLUMNS; column++)
+    for (int i = 0; i < EACH; i++) {
+      const u32 other = min_of(i * 32 + lane, (int)rows - 1);
+      slot[i] = 0, at[i] = 0;
+      if (i * 32 < (int)rows) slot[i] = ld_early_u32(row_slot + other), at[i] = ld_early_u32(row_position + other);
+    }
+    read_pages(first);
+    fresh = rows > EARLY_ROWS ? 0 : length;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (i * 32 < (int)rows) slot[i] = ld_early_u32(table + (u64)slot[i] * PAGES_PER_SLOT + at[i] / 64);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (i * 32 < (int)rows)
+#pragma unroll 1
+        for (int tile = 0; tile < count; tile++)
+          if (slot[i] == from_lane_u32(page_ids, tile)) fresh = min_of(fresh, (first + tile) * 64 + (int)(at[i] % 64));
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) fresh = min_of(fresh, (int)xor_u32(fresh, mask));
+  }
+
+  /* Eight lanes a key ask for keys 0 … KEYS − 1 at `from`, `parts` of WIDTH elements, into rows `stride` apart: those below `old` or past `keys`, the
+   * latter as zeros. Addresses differ by constants. */
+  template <int KEYS, int PIECES, int WIDTH, class PartAt>
+  DI void copy_keys(bf16* to, int stride, const bf16* from, int keys, int old, const PartAt& part_at) {
+    constexpr int CHUNKS = WIDTH / 8, AT_ONCE = THREADS / 8;
+    const int chunk = threadIdx.x % 8;
+#pragma unroll
+    for (int base = 0; base < KEYS; base += AT_ONCE) {
+      const int key = base + (int)threadIdx.x / 8;
+      if ((KEYS % AT_ONCE == 0 || key < KEYS) && (key < old || key >= keys)) {
+        const u32 bytes = key < keys ? 16 : 0;
+        bf16* to_key = to + key * stride + chunk * 8;
+        const bf16* from_key = from + (u64)key * CACHE_WIDTH + chunk * 8;
+#pragma unroll
+        for (int part = 0; part < PIECES; part++) {
+          const bf16* from_part = from_key + part_at(part);
+#pragma unroll
+          for (int i = 0; i < CHUNKS; i += 8)
+            if (CHUNKS % 8 == 0 || i + chunk < CHUNKS) copy_async16(to_key + part * WIDTH + i * 8, from_part + i * 8, bytes);
+        }
+      }
+    }
+  }
+  /* Asks for slot `slot` of the run of tiles first … end − 1; fresh keys are left out when `early`. */
+  template <class PartAt> DI void fetch(int first, int end, int slot, bool early, const PartAt& part_at) {
+    const int begin = first * 64 + slot * SLOT_KEYS, keys = length - begin;
+    if (begin < end * 64)
+      copy_keys<SLOT_KEYS, PARTS, PART_WIDTH>(kv + slot % SLOTS * SLOT_KEYS * KV_STRIDE, KV_STRIDE, page_of(begin / 64) + (u64)(begin % 64) * CACHE_WIDTH, keys,
+                                              early ? fresh - begin : keys, part_at);
+    copy_commit();
+  }
+
+  /* Q, and by plain loads the fresh keys that did not come early: `late(key, store)` calls store(to, value) for this thread's piece of a key. */
+  template <class LoadQuery, class Late> DI void load_q(const LoadQuery& load_query, int late_end, const Late& late) {
+    constexpr int KEY_CHUNKS = KEY_WIDTH / 8, N = ceil_div(LINES * KEY_CHUNKS, THREADS);
+    V4 v[N], mine = {0, 0, 0, 0};
+    bf16* to = nullptr;
+    if (fresh < late_end) late(fresh, [&](bf16* at, V4 value) { to = at, mine = value; });
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const int i = j * THREADS + (int)threadIdx.x, head = i / KEY_CHUNKS;
+      v[j] = V4{0, 0, 0, 0};
+      if (head < HEADS) v[j] = load_query(head, i % KEY_CHUNKS);
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const int i = j * THREADS + (int)threadIdx.x, head = i / KEY_CHUNKS;
+      if (head < LINES) *(V4*)(q + head * Q_STRIDE + i % KEY_CHUNKS * 8) = v[j];
+    }
+    if (to) *(V4*)to = mine;
+#pragma unroll 1
+    for (int key = fresh + 1; key < late_end; key++) late(key, [&](bf16* at, V4 value) { *(V4*)at = value; });
+    for (int i = threadIdx.x; i < (LINES - HEADS) * P_STRIDE / 2; i += THREADS) ((u32*)(p + HEADS * P_STRIDE))[i] = 0;
+  }
+
+  /* S = scale · Q · Kᵀ of the step that begins at tile `tile`, whose keys begin at row `at` of the ring; `put(head, key, pair)` takes two keys.
+   * Fragments are loaded AHEAD pairs of 16 widths before their use. */
+  template <class Put> DI void scores(int tile, int at, const Put& put) {
+    if (SCORE_WARPS < WARPS && warp >= SCORE_WARPS) return;
+    constexpr int PAIRS = ceil_div(KEY_STEPS, 2), AHEAD = KEY_COLUMNS > 2 ? 1 : 2;
+    float c[KEY_COLUMNS][4];
+    const bf16* b_at[KEY_COLUMNS];
+    V4 a[AHEAD + 1][2], b[AHEAD + 1][KEY_COLUMNS];
+#pragma unroll
+    for (int column = 0; column < KEY_COLUMNS; column++) {
+      int line = at + (column * SCORE_WARPS + warp) * 8;
+      if (line >= RING) line -= RING;
+      b_at[column] = kv + (line + lane % 8) * KV_STRIDE + lane / 8 * 8;
 #pragma unroll
       for (int i = 0; i < 4; i++) c[column][i] = 0.0f;
-    const bf16* a_at = q + lane % 16 * Q_STRIDE + lane / 16 * 8;
-#pragma unroll 4
-    for (int step = 0; step < KEY_STEPS; step += 2) {
-      const V4 a0 = ldmatrix4(a_at + step * 16);
-      V4 a1 = {0, 0, 0, 0};
-      if (step + 1 < KEY_STEPS) a1 = ldmatrix4(a_at + step * 16 + 16);
+    }
+    const bf16* a_at = q + min_of(lane % 16, LINES - 1) * Q_STRIDE + lane / 16 * 8;
+    auto load = [&](int pair) {
+      a[pair % (AHEAD + 1)][0] = ldmatrix4(a_at + pair * 32);
+      if (2 * pair + 1 < KEY_STEPS) a[pair % (AHEAD + 1)][1] = ldmatrix4(a_at + pair * 32 + 16);
 #pragma unroll
-      for (int column = 0; column < KEY_COLUMNS; column++) {
-        const V4 b = ldmatrix4(stage + ((column * WARPS + warp) * 8 + lane % 8) * KV_STRIDE + step * 16 + lane / 8 * 8);
-        mma(c[column], a0, b.x, b.y);
-        if (step + 1 < KEY_STEPS) mma(c[column], a1, b.z, b.w);
-      }
+      for (int column = 0; column < KEY_COLUMNS; column++) b[pair % (AHEAD + 1)][column] = ldmatrix4(b_at[column] + pair * 32);
+    };
+#pragma unroll
+    for (int pair = 0; pair < AHEAD && pair < PAIRS; pair++) load(pair);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; pair++) {
+      if (pair + AHEAD < PAIRS) load(pair + AHEAD);
+      const int now = pair % (AHEAD + 1);
+#pragma unroll
+      for (int column = 0; column < KEY_COLUMNS; column++) mma(c[column], a[now][0], b[now][column].x, b[now][column].y);
+      if (2 * pair + 1 < KEY_STEPS)
+#pragma unroll
+        for (int column = 0; column < KEY_COLUMNS; column++) mma(c[column], a[now][1], b[now][column].z, b[now][column].w);
     }
     const int left = length - tile * 64;
 #pragma unroll
     for (int column = 0; column < KEY_COLUMNS; column++) {
-      const int key = (column * WARPS + warp) * 8 + 2 * t;
-      s[g * S_STRIDE + key] = key < left ? c[column][0] * scale : MINUS_INFINITY;
-      s[g * S_STRIDE + key + 1] = key + 1 < left ? c[column][1] * scale : MINUS_INFINITY;
-      s[(g + 8) * S_STRIDE + key] = key < left ? c[column][2] * scale : MINUS_INFINITY;
-      s[(g + 8) * S_STRIDE + key + 1] = key + 1 < left ? c[column][3] * scale : MINUS_INFINITY;
+      const int key = (column * SCORE_WARPS + warp) * 8 + 2 * t;
+#pragma unroll
+      for (int half = 0; half < (HEADS > 8 ? 2 : 1); half++)
+        if (HEADS == 16 || g + 8 * half < HEADS)
+          put(g + 8 * half, key,
+              V2{__float_as_uint(key < left ? c[column][2 * half] * scale : MINUS_INFINITY),
+                 __float_as_uint(key + 1 < left ? c[column][2 * half + 1] * scale : MINUS_INFINITY)});
     }
   }
 
-  /* p, l and the factors of O for one tile. */
-  DI void softmax() {
+  /* p, l and the factors of O for TILES tiles of one group; `load(head, x)` fills x[TILES][2], lane's scores of keys lane and 32 + lane. A tile past
+   * the length changes nothing: its factor is exactly 1 and its p are 0. All heads and tiles of a warp go side by side. */
+  template <int TILES, class Load> DI void softmax(const Load& load) {
+    if (warp >= HEADS) return;
+    constexpr int SUMS = WARP_HEADS * TILES;
+    float x[WARP_HEADS][TILES][2], sum[SUMS], factor[SUMS];
+    load(x);
 #pragma unroll
-    for (int i = 0; i < WARP_HEADS; i++) {
-      const int head = i * WARPS + warp;
-      if (head >= HEADS) continue;
-      const float s0 = s[head * S_STRIDE + lane], s1 = s[head * S_STRIDE + 32 + lane];
-      const float max = fmaxf(m[i], warp_max(fmaxf(s0, s1)));
-      const float factor = exp_fast(m[i] - max), p0 = exp_fast(s0 - max), p1 = exp_fast(s1 - max);
-      m[i] = max;
-      l[i] = l[i] * factor + warp_tree(p0 + p1);
-      p[head * P_STRIDE + lane] = bf16_round(p0);
-      p[head * P_STRIDE + 32 + lane] = bf16_round(p1);
-      if (lane == 0) corr[head] = factor;
-    }
+    for (int i = 0; i < WARP_HEADS; i++)
+#pragma unroll
+      for (int j = 0; j < TILES; j++) sum[i * TILES + j] = warp_max(fmaxf(x[i][j][0], x[i][j][1]));
+#pragma unroll
+    for (int i = 0; i < WARP_HEADS; i++)
+#pragma unroll
+      for (int j = 0; j < TILES; j++) {
+        const float max = fmaxf(m[i], sum[i * TILES + j]);
+        factor[i * TILES + j] = exp_fast(m[i] - max);
+        m[i] = max;
+        x[i][j][0] = exp_fast(x[i][j][0] - max), x[i][j][1] = exp_fast(x[i][j][1] - max);
+        sum[i * TILES + j] = x[i][j][0] + x[i][j][1];
+      }
+#pragma unroll
+    for (int i = 0; i < WARP_HEADS; i++)
+#pragma unroll
+      for (int j = 0; j < TILES; j++) {
+        const int head = i * WARPS + warp;
+        if (HEADS % WARPS != 0 && head >= HEADS) continue;
+        p[head * P_STRIDE + j * 64 + lane] = bf16_round(x[i][j][0]);
+        p[head * P_STRIDE + j * 64 + 32 + lane] = bf16_round(x[i][j][1]);
+        if (lane == 0) corr[j * 16 + head] = factor[i * TILES + j];
+      }
+    warp_trees<SUMS>(sum);
+#pragma unroll
+    for (int i = 0; i < WARP_HEADS; i++)
+#pragma unroll
+      for (int j = 0; j < TILES; j++) l[i] = l[i] * factor[i * TILES + j] + sum[i * TILES + j];
+  }
+  /* O = O · corr + p · V of one tile and COLUMNS columns of 8 values: `v`: each column's fragments of the tile's two halves. */
+  template <int COLUMNS> DI static void value_chains(float (*c)[4], const V4 (&a)[4], float low, float high, const V4 (*v)[2]) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) c[i][0] = c[i][0] * low, c[i][1] = c[i][1] * low, c[i][2] = c[i][2] * high, c[i][3] = c[i][3] * high;
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) mma(c[i], a[0], v[i][0].x, v[i][0].y);
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) mma(c[i], a[1], v[i][0].z, v[i][0].w);
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) mma(c[i], a[2], v[i][1].x, v[i][1].y);
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) mma(c[i], a[3], v[i][1].z, v[i][1].w);
+  }
+  DI void load_p(V4 (&a)[4], int tile) {
+#pragma unroll
+    for (int step = 0; step < 4; step++) a[step] = ldmatrix4(p + min_of(lane % 16, LINES - 1) * P_STRIDE + tile * 64 + step * 16 + lane / 16 * 8);
+  }
+  /* Column `i` of this warp, or the last one there is: a warp without it computes that one again and stores it nowhere. */
+  template <int TILES> DI int column_of_warp(int i) {
+    const int column = i * WARPS + warp;
+    return TILES % WARPS == 0 ? column : min_of(column, TILES - 1);
   }
 
-  /* O = O · corr + p · V of one tile. */
-  DI void values(int tile) {
-    const bf16* stage = kv + tile % STAGES * STAGE_ELEMENTS;
-    V4 a[4];
+  /* O of the first `tiles` tiles of a step. */
+  DI void values(int tiles, int at) {
+    constexpr int BATCH = VALUE_COLUMNS % 4 == 0 ? 4 : VALUE_COLUMNS % 2 == 0 ? 2 : 1;
 #pragma unroll
-    for (int step = 0; step < 4; step++) a[step] = ldmatrix4(p + lane % 16 * P_STRIDE + step * 16 + lane / 16 * 8);
-    const float low = corr[g], high = corr[g + 8];
+    for (int j = 0; j < STEP_TILES; j++) {
+      if (j >= tiles) break;
+      V4 a[4], v[2][BATCH][2];
+      int line = at + j * 64, next = line + 32;
+      if (line >= RING) line -= RING;
+      if (next >= RING) next -= RING;
+      const bf16 *first = kv + (line + lane) * KV_STRIDE + VALUE_AT, *second = kv + (next + lane) * KV_STRIDE + VALUE_AT;
+      auto load = [&](int batch) {
 #pragma unroll
-    for (int i = 0; i < VALUE_COLUMNS; i++) {
-      const int column = i * WARPS + warp;
-      if (column >= VALUE_TILES) continue;
-      o[i][0] = o[i][0] * low, o[i][1] = o[i][1] * low, o[i][2] = o[i][2] * high, o[i][3] = o[i][3] * high;
-      const bf16* at = stage + lane * KV_STRIDE + VALUE_AT + column * 8;
-      const V4 first = ldmatrix4_transposed(at), second = ldmatrix4_transposed(at + 32 * KV_STRIDE);
-      mma(o[i], a[0], first.x, first.y);
-      mma(o[i], a[1], first.z, first.w);
-      mma(o[i], a[2], second.x, second.y);
-      mma(o[i], a[3], second.z, second.w);
+        for (int i = 0; i < BATCH; i++) {
+          const int column = column_of_warp<VALUE_TILES>(batch * BATCH + i);
+          v[batch % 2][i][0] = ldmatrix4_transposed(first + column * 8), v[batch % 2][i][1] = ldmatrix4_transposed(second + column * 8);
+        }
+      };
+      load_p(a, j);
+      load(0);
+      const float low = corr[j * 16 + g], high = corr[j * 16 + g + 8];
+#pragma unroll
+      for (int batch = 0; batch < VALUE_COLUMNS / BATCH; batch++) {
+        if (batch + 1 < VALUE_COLUMNS / BATCH) load(batch + 1);
+        value_chains<BATCH>(o + batch * BATCH, a, low, high, v[batch % 2]);
+      }
     }
   }
 
@@ -150,7 +321,7 @@ template <int HEADS, int KEY_WIDTH, int VALUE_WIDTH, int VALUE_AT, int SHARED_WI
       for (int j = 0; j < 4; j++) o[i][j] = 0.0f;
   }
 
-  /* The left fold of the group just ended into the total; the first group is the total. Ends with a barrier. */
+  /* The left fold of the group just ended into the total; the first group is the total. */
   DI void fold(bool first) {
 #pragma unroll
     for (int i = 0; i < WARP_HEADS; i++) {
@@ -162,9 +333,9 @@ template <int HEADS, int KEY_WIDTH, int VALUE_WIDTH, int VALUE_AT, int SHARED_WI
       const float max = fmaxf(total_m[i], m[i]), a = exp_fast(total_m[i] - max), b = exp_fast(m[i] - max);
       total_m[i] = max;
       total_l[i] = total_l[i] * a + l[i] * b;
-      if (lane == 0) fold_a[head] = a, fold_b[head] = b;
+      if (lane == 0 && head < HEADS) fold_a[head] = a, fold_b[head] = b;
     }
-    sync_block();
+    if (!first) sync_block();
 #pragma unroll
     for (int i = 0; i < VALUE_COLUMNS; i++)
 #pragma unroll
@@ -172,163 +343,258 @@ template <int HEADS, int KEY_WIDTH, int VALUE_WIDTH, int VALUE_AT, int SHARED_WI
         const int head = j < 2 ? g : g + 8;
         total[i][j] = first ? o[i][j] : total[i][j] * fold_a[head] + o[i][j] * fold_b[head];
       }
-    sync_block();
   }
 
-  /* Leaves a group (or the total of the first groups) at `at`: [HEADS][VALUE_WIDTH + 2] floats, o then m, l; heads HEAD_STRIDE apart. */
-  DI void leave(float* at, const float (&values)[VALUE_COLUMNS][4], const float (&max)[WARP_HEADS], const float (&sum)[WARP_HEADS]) {
+  /* Leaves a group, or the total of the first groups: TILES columns of 8 from column `first` on, and m and l. */
+  template <int N, int TILES> DI void leave(const Partials& partials, int group, const float (&values)[N][4], int first) {
+    float* at = partials.o + (u64)group * HEADS_ALL * VALUE_WIDTH + first;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const int column = i * WARPS + warp;
+      if (TILES % WARPS != 0 && column >= TILES) continue;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int head = g + 8 * half;
+        if (head < HEADS)
+          st8(at + head * VALUE_WIDTH + column * 8 + 2 * t, V2{__float_as_uint(values[i][2 * half]), __float_as_uint(values[i][2 * half + 1])});
+      }
+    }
+  }
+  DI void leave_ml(const Partials& partials, int group, const float (&max)[WARP_HEADS], const float (&sum)[WARP_HEADS]) {
 #pragma unroll
     for (int i = 0; i < WARP_HEADS; i++) {
       const int head = i * WARPS + warp;
-      if (lane == 0 && head < HEADS) {
-        st_f32(at + (u64)head * (VALUE_WIDTH + 2) + VALUE_WIDTH, max[i]);
-        st_f32(at + (u64)head * (VALUE_WIDTH + 2) + VALUE_WIDTH + 1, sum[i]);
-      }
+      if (lane == 0 && head < HEADS) st8(partials.ml + (group * HEADS_ALL + head) * 2, V2{__float_as_uint(max[i]), __float_as_uint(sum[i])});
     }
+  }
+
+  /* out[head] = values / l, rounded; l of the heads in `fold_b`, behind a barrier. */
+  template <int N, int TILES> DI void finish(bf16* out, const float (&values)[N][4], int first) {
+    const float norm[2] = {fold_b[g], fold_b[g + 8]};
 #pragma unroll
-    for (int i = 0; i < VALUE_COLUMNS; i++) {
+    for (int i = 0; i < N; i++) {
       const int column = i * WARPS + warp;
-      if (column >= VALUE_TILES) continue;
+      if (TILES % WARPS != 0 && column >= TILES) continue;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int head = g + 8 * half;
         if (head < HEADS)
-          st8(at + (u64)head * (VALUE_WIDTH + 2) + column * 8 + 2 * t, V2{__float_as_uint(values[i][2 * half]), __float_as_uint(values[i][2 * half + 1])});
+          st_u32((u32*)(out + head * VALUE_WIDTH + first + column * 8 + 2 * t), bf16_pair(values[i][2 * half] / norm[half], values[i][2 * half + 1] / norm[half]));
       }
     }
   }
-
-  /* The last block's fold over what the others left: total of the first groups at index 0, then groups `next` … `groups` − 1. Every thread
-   * works out the factors of its two heads; a head's total_l is then in `norm`. */
-  DI void fold_partials(const float* partials, u64 group_stride, int next, int groups, float (&norm)[2]) {
-    float max[2];
+  DI void share_norm(const float (&sum)[WARP_HEADS]) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int head = min_of(g + 8 * half, HEADS - 1);
-      const float* at = partials + (u64)head * (VALUE_WIDTH + 2);
-      max[half] = ld_fresh_f32(at + VALUE_WIDTH), norm[half] = ld_fresh_f32(at + VALUE_WIDTH + 1);
-#pragma unroll
-      for (int i = 0; i < VALUE_COLUMNS; i++) {
-        const int column = min_of(i * WARPS + warp, VALUE_TILES - 1);
-        total[i][2 * half] = ld_fresh_f32(at + column * 8 + 2 * t);
-        total[i][2 * half + 1] = ld_fresh_f32(at + column * 8 + 2 * t + 1);
-      }
-    }
-    for (int group = next; group < groups; group++) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int head = min_of(g + 8 * half, HEADS - 1);
-        const float* at = partials + group * group_stride + (u64)head * (VALUE_WIDTH + 2);
-        const float group_m = ld_fresh_f32(at + VALUE_WIDTH), group_l = ld_fresh_f32(at + VALUE_WIDTH + 1);
-        const float larger = fmaxf(max[half], group_m), a = exp_fast(max[half] - larger), b = exp_fast(group_m - larger);
-        max[half] = larger;
-        norm[half] = norm[half] * a + group_l * b;
-#pragma unroll
-        for (int i = 0; i < VALUE_COLUMNS; i++) {
-          const int column = min_of(i * WARPS + warp, VALUE_TILES - 1);
-          total[i][2 * half] = total[i][2 * half] * a + ld_fresh_f32(at + column * 8 + 2 * t) * b;
-          total[i][2 * half + 1] = total[i][2 * half + 1] * a + ld_fresh_f32(at + column * 8 + 2 * t + 1) * b;
-        }
-      }
-    }
+    for (int i = 0; i < WARP_HEADS; i++)
+      if (lane == 0 && i * WARPS + warp < HEADS) fold_b[i * WARPS + warp] = sum[i];
   }
 
-  /* out[head] = total / l, rounded. `out`: row of HEADS · VALUE_WIDTH elements. */
-  DI void finish(bf16* out, const float (&norm)[2]) {
-#pragma unroll
-    for (int i = 0; i < VALUE_COLUMNS; i++) {
-      const int column = i * WARPS + warp;
-      if (column >= VALUE_TILES) continue;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int head = g + 8 * half;
-        if (head < HEADS)
-          st_u32((u32*)(out + head * VALUE_WIDTH + column * 8 + 2 * t), bf16_pair(total[i][2 * half] / norm[half], total[i][2 * half + 1] / norm[half]));
-      }
-    }
-  }
+  /* What is left to fold once the row's blocks have met: nothing when `shares` is 0 (fold.cuh). */
+  struct Rest { int next, count, share, shares; };
 
-  /* The whole of it. `load_query(head, chunk)`: 8 elements of a head's query; `out`: this block's heads of the row. `partials`: of this row and
-   * these heads, groups `group_stride` floats apart; split `split` of `splits` takes its run of groups. */
-  template <class ColumnOf, class LoadQuery>
-  DI void run(const ColumnOf& column_of, const LoadQuery& load_query, bf16* out, float* partials, u64 group_stride, u32* arrivals, int split, int splits, u32 rows) {
+  /* Takes groups split · per_split … of the row's; split 0 begins a total. */
+  template <class PartAt, class LoadQuery>
+  DI Rest run(const PartAt& part_at, const LoadQuery& load_query, bf16* out, const Partials& partials, int split, int splits, u32 rows) {
     const int groups = ceil_div(length, ATTENTION_GROUP), per_split = ceil_div(groups, splits), used = ceil_div(groups, per_split);
-    const int first_group = split * per_split, end_group = min_of(first_group + per_split, groups);
-    const int first = first_group * GROUP_TILES, end = min_of(end_group * GROUP_TILES, ceil_div(length, 64));
-    if (first_group < groups && first * 64 + 64 < length) { /* an older tile: its page can come into L2 before the predecessor has finished */
-      const bf16* page = pool + (u64)ld_early_u32(pages + first) * 64 * CACHE_WIDTH;
-      for (int i = threadIdx.x; i < 64 * CACHE_WIDTH / 64; i += THREADS) prefetch_l2(page + i * 64);
+    const int first = split * per_split * GROUP_TILES, end = min_of(first + per_split * GROUP_TILES, ceil_div(length, 64));
+    const int ring_end = min_of(min_of(end * 64, length), first * 64 + RING);
+    int slot = 0; /* the next to ask for */
+    fresh = ring_end;
+    if (first < end) {
+      look_up(first, min_of(ceil_div(RING, 64), end - first), rows);
+      if (ring_end - fresh > LATE_KEYS) fresh = first * 64;
+      if (fresh > first * 64)
+#pragma unroll 1
+        for (; slot < SLOTS; slot++) fetch(first, end, slot, true, part_at);
     }
     wait_for_predecessor(rows);
     let_successor_start();
-    if (first_group >= groups) return;
-
-    for (int tile = first; tile < first + STAGES - 1; tile++) {
-      if (tile < end) fetch(tile, column_of);
-      copy_commit();
-    }
-    for (int i = threadIdx.x; i < 16 * (KEY_WIDTH / 8); i += THREADS) {
-      const int head = i / (KEY_WIDTH / 8), chunk = i % (KEY_WIDTH / 8);
-      V4 v = {0, 0, 0, 0};
-      if (head < HEADS) v = load_query(head, chunk);
-      *(V4*)(q + head * Q_STRIDE + chunk * 8) = v;
-    }
-    for (int i = threadIdx.x; i < 16 * P_STRIDE / 2; i += THREADS) ((u32*)p)[i] = 0;
-    if (threadIdx.x < 48) corr[threadIdx.x] = 0.0f;
+    if (first >= end) return Rest{};
+    if (slot == 0)
+#pragma unroll 1
+      for (fresh = ring_end; slot < SLOTS; slot++) fetch(first, end, slot, false, part_at);
+    load_q(load_query, ring_end, [&](int key, const auto& store) {
+      const bf16* from = page_of(key / 64) + (u64)(key % 64) * CACHE_WIDTH;
+      for (int i = threadIdx.x; i < SHARED_WIDTH / 8; i += THREADS)
+        store(kv + (key - first * 64) * KV_STRIDE + i * 8, ld_act16(from + part_at(i / (PART_WIDTH / 8)) + i % (PART_WIDTH / 8) * 8));
+    });
     start_group();
 
-    for (int tile = first; tile < end; tile++) {
-      if (STAGES == 1) {
+    int at = 0; /* row of the ring where the step begins */
+#pragma unroll 1
+    for (int tile = first; tile < end; tile += STEP_TILES) {
+      if (tile > first) {
         sync_block();
-        fetch(tile, column_of);
-        copy_commit();
-        copy_wait<0>();
-      } else {
-        copy_wait<(STAGES >= 2 ? STAGES - 2 : 0)>();
+#pragma unroll 1
+        for (int i = 0; i < STEP_SLOTS; i++) fetch(first, end, slot++, false, part_at);
       }
+      copy_wait<SLOTS - STEP_SLOTS>();
       sync_block();
-      if (STAGES > 1) {
-        if (tile + STAGES - 1 < end) fetch(tile + STAGES - 1, column_of);
-        copy_commit();
-      }
-      scores(tile);
+      scores(tile, at, [&](int head, int key, V2 pair) { *(V2*)(s + head * S_STRIDE + key) = pair; });
       sync_block();
-      softmax();
+      softmax<STEP_TILES>([&](float (&x)[WARP_HEADS][STEP_TILES][2]) {
+#pragma unroll
+        for (int i = 0; i < WARP_HEADS; i++)
+#pragma unroll
+          for (int j = 0; j < 2 * STEP_TILES; j++) x[i][j / 2][j % 2] = s[min_of(i * WARPS + warp, HEADS - 1) * S_STRIDE + j * 32 + lane];
+      });
       sync_block();
-      values(tile);
-      const bool group_ends = (tile + 1) % GROUP_TILES == 0 || tile + 1 == end;
-      if (group_ends) {
+      values(end - tile, at);
+      at += STEP_TILES * 64;
+      if (at >= RING) at -= RING;
+      if ((tile + STEP_TILES) % GROUP_TILES == 0 || tile + STEP_TILES >= end) {
         const int group = tile / GROUP_TILES;
         if (split == 0) {
           fold(group == 0);
         } else {
-          leave(partials + group * group_stride, o, m, l);
+          leave_ml(partials, group, m, l);
+          leave<VALUE_COLUMNS, VALUE_TILES>(partials, group, o, 0);
         }
         start_group();
       }
     }
     copy_wait<0>();
 
-    float norm[2];
     if (used == 1) {
-#pragma unroll
-      for (int i = 0; i < WARP_HEADS; i++)
-        if (lane == 0) fold_b[i * WARPS + warp] = total_l[i];
       sync_block();
-      norm[0] = fold_b[g], norm[1] = fold_b[g + 8];
-      finish(out, norm);
-      return;
+      share_norm(total_l);
+      sync_block();
+      finish<VALUE_COLUMNS, VALUE_TILES>(out, total, 0);
+      return Rest{};
     }
-    if (split == 0) leave(partials, total, total_m, total_l);
-    fence_device();
+    if (split == 0) {
+      leave_ml(partials, 0, total_m, total_l);
+      leave<VALUE_COLUMNS, VALUE_TILES>(partials, 0, total, 0);
+    }
+    return Rest{per_split, groups - per_split + 1, split, used};
+  }
+
+  /* Takes tile `rank` of group `group` and value columns rank · SLICE …. `inboxes` [TEAM][TEAM][HEADS][64] of the team, a block's scores from all:
+   * a word holds bits that no score has until its score comes, and again when its only reader has it. */
+  static constexpr u32 NO_SCORE = 0x7fc12345u; /* a NaN that arithmetic does not make; words are stored xored with it */
+  template <class PartAt, class LoadQuery>
+  DI Rest run_team(const PartAt& part_at, const LoadQuery& load_query, bf16* out, const Partials& partials, u32* inboxes, int group, int rank, int groups,
+                   u32 rows) {
+    constexpr int INBOX = TEAM * HEADS * 64;
+    const int first = group * GROUP_TILES, tiles = min_of(GROUP_TILES, ceil_div(length, 64) - first), end = min_of((first + tiles) * 64, length);
+    bf16* slices = kv + 64 * KV_STRIDE;
+    /* The tile's rows: all of them in the own tile, this block's columns elsewhere. */
+    auto rows_of = [&](int tile) { return tile == rank ? kv : slices + (tile < rank ? tile : tile - 1) * 64 * SLICE_STRIDE; };
+    auto copy = [&](bool early) {
+#pragma unroll 1
+      for (int tile = 0; tile < tiles; tile++) {
+        const bf16* page = page_of(first + tile);
+        const int keys = length - (first + tile) * 64, old = early ? fresh - (first + tile) * 64 : keys;
+        if (tile == rank) {
+          copy_keys<64, PARTS, PART_WIDTH>(kv, KV_STRIDE, page, keys, old, part_at);
+        } else {
+          copy_keys<64, 1, SLICE>(rows_of(tile), SLICE_STRIDE, page, keys, old, [&](int) { return VALUE_AT + rank * SLICE; });
+        }
+      }
+      copy_commit();
+    };
+    look_up(first, tiles, rows);
+    if (end - fresh > LATE_KEYS) fresh = first * 64;
+    const bool early = fresh > first * 64;
+    if (early) copy(true);
+    wait_for_predecessor(rows);
+    let_successor_start();
+    if (!early) copy(false), fresh = end;
+    load_q(load_query, end, [&](int key, const auto& store) {
+      const int tile = key / 64 - first;
+      const bf16* from = page_of(key / 64) + (u64)(key % 64) * CACHE_WIDTH;
+      if (tile == rank) {
+        for (int i = threadIdx.x; i < SHARED_WIDTH / 8; i += THREADS) store(kv + key % 64 * KV_STRIDE + i * 8, ld_act16(from + i * 8));
+      } else if (threadIdx.x < SLICE / 8) {
+        store(rows_of(tile) + key % 64 * SLICE_STRIDE + threadIdx.x * 8, ld_act16(from + VALUE_AT + rank * SLICE + threadIdx.x * 8));
+      }
+    });
+    start_group();
+    copy_wait<0>();
     sync_block();
-    u32* last = (u32*)corr;
-    if (threadIdx.x == 0) *last = count_arrival(arrivals);
+    if (rank < tiles)
+      scores(first + rank, 0, [&](int head, int key, V2 pair) {
+#pragma unroll
+        for (int block = 0; block < TEAM; block++)
+          st_relaxed8(inboxes + block * INBOX + (rank * HEADS + head) * 64 + key, V2{pair.x ^ NO_SCORE, pair.y ^ NO_SCORE});
+      });
+    V4 v[TEAM][SLICE_COLUMNS][2], a[TEAM][4];
+#pragma unroll
+    for (int tile = 0; tile < TEAM; tile++) {
+      const int stride = tile == rank ? KV_STRIDE : SLICE_STRIDE;
+      const bf16* at = rows_of(tile) + (tile == rank ? VALUE_AT + rank * SLICE : 0) + lane * stride;
+#pragma unroll
+      for (int i = 0; i < SLICE_COLUMNS; i++) {
+        const int column = column_of_warp<SLICE_TILES>(i);
+        v[tile][i][0] = ldmatrix4_transposed(at + column * 8), v[tile][i][1] = ldmatrix4_transposed(at + 32 * stride + column * 8);
+      }
+    }
+    softmax<TEAM>([&](float (&x)[WARP_HEADS][TEAM][2]) {
+      u32 word[WARP_HEADS][TEAM][2];
+      u32* mine = inboxes + rank * INBOX + lane;
+      auto each = [&](const auto& act) {
+#pragma unroll
+        for (int i = 0; i < WARP_HEADS; i++)
+#pragma unroll
+          for (int j = 0; j < 2 * TEAM; j++)
+            act(word[i][j / 2][j % 2], mine + (j / 2 * HEADS + i * WARPS + warp) * 64 + j % 2 * 32,
+                j / 2 < tiles && (HEADS % WARPS == 0 || i * WARPS + warp < HEADS), x[i][j / 2][j % 2]);
+      };
+      bool missing;
+      do { /* all words of the warp at once, until all have come */
+        missing = false;
+        each([&](u32& w, const u32* at, bool sent, float&) { w = sent ? ld_relaxed_u32(at) : MINUS_INFINITY_BITS ^ NO_SCORE; });
+        each([&](u32& w, const u32*, bool, float&) { missing = missing || w == 0; });
+      } while (ballot(missing));
+      each([&](u32& w, u32* at, bool sent, float& score) {
+        if (sent) st_u32(at, 0);
+        score = __uint_as_float(w ^ NO_SCORE);
+      });
+    });
+    share_norm(l);
+    float c[SLICE_COLUMNS][4];
+#pragma unroll
+    for (int i = 0; i < SLICE_COLUMNS; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) c[i][j] = 0.0f;
     sync_block();
-    if (*last != (u32)used - 1) return;
-    fence_device();
-    fold_partials(partials, group_stride, per_split, groups, norm);
-    finish(out, norm);
-    if (threadIdx.x == 0) st_u32(arrivals, 0);
+#pragma unroll
+    for (int tile = 0; tile < TEAM; tile++) load_p(a[tile], tile);
+#pragma unroll
+    for (int tile = 0; tile < TEAM; tile++)
+      if (tile < tiles) value_chains<SLICE_COLUMNS>(c, a[tile], corr[tile * 16 + g], corr[tile * 16 + g + 8], v[tile]);
+    if (groups == 1) {
+      finish<SLICE_COLUMNS, SLICE_TILES>(out, c, rank * SLICE);
+      return Rest{};
+    }
+    if (rank == 0) leave_ml(partials, group, m, l);
+    leave<SLICE_COLUMNS, SLICE_TILES>(partials, group, c, rank * SLICE);
+    return Rest{1, groups, group * TEAM + rank, groups * TEAM};
+  }
+
+  /* The whole of it. `part_at(part)`: element of the cache row where the part starts; `load_query(head, chunk)`: 8 elements of a head's query;
+   * `out`: this block's heads of the row, `head` its first; `inboxes`: zero before and after. */
+  template <class PartAt, class LoadQuery>
+  DI void attend(const PartAt& part_at, const LoadQuery& load_query, bf16* out, float* scratch, u32* arrivals, u32* inboxes, int head, u32 rows) {
+    const int groups = ceil_div(length, ATTENTION_GROUP), split = blockIdx.x, splits = gridDim.x;
+    const Partials partials = {scratch + ((u64)row * GROUPS * HEADS_ALL + head) * VALUE_WIDTH,
+                               scratch + (u64)rows * GROUPS * HEADS_ALL * VALUE_WIDTH + ((u64)row * GROUPS * HEADS_ALL + head) * 2};
+    Rest rest = {};
+    if (TEAM > 1 && groups * TEAM <= splits) {
+      if (split < groups * TEAM) {
+        const int team = (row * (int)gridDim.z + (int)blockIdx.z) * (splits / TEAM) + split / TEAM;
+        if constexpr (TEAM > 1)
+          rest = run_team(part_at, load_query, out, partials, inboxes + team * (TEAM * TEAM * HEADS * 64), split / TEAM, split % TEAM, groups, rows);
+      } else {
+        wait_for_predecessor(rows);
+        let_successor_start();
+      }
+    } else {
+      rest = run(part_at, load_query, out, partials, split, splits, rows);
+    }
+    if (rest.shares == 0) return;
+    meet(arrivals, rest.shares);
+    Fold::run(out, partials, rest.next, rest.count, rest.share, rest.shares, (u8*)kv);
+    part(arrivals, rest.shares);
   }
 };

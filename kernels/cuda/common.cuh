@@ -20,6 +20,9 @@ typedef unsigned long long u64;
 typedef u16 bf16; /* storage only */
 
 #define DI __device__ __forceinline__
+/* So that an untouched maximum loses to every value. */
+#define MINUS_INFINITY_BITS 0xff800000u
+#define MINUS_INFINITY __uint_as_float(MINUS_INFINITY_BITS)
 #define KERNEL extern "C" __global__
 #define DYNAMIC_SHARED extern __shared__ __align__(128) u8 dynamic_shared[]
 
@@ -100,9 +103,20 @@ DI u32 ld_fresh_u32(const u32* at) {
   return v;
 }
 DI float ld_fresh_f32(const float* at) { return __uint_as_float(ld_fresh_u32((const u32*)at)); }
+DI V2 ld_fresh8(const void* at) {
+  V2 v;
+  asm volatile("ld.volatile.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
+  return v;
+}
 DI V4 ld_fresh16(const void* at) {
   V4 v;
   asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+  return v;
+}
+/* A word that another block of this launch stores, polled. */
+DI u32 ld_relaxed_u32(const u32* at) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
 DI void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
@@ -113,6 +127,7 @@ DI void st_f32(float* at, float v) { asm volatile("st.global.f32 [%0], %1;" ::"l
 DI void st_bf16(bf16* at, bf16 v) { asm volatile("st.global.u16 [%0], %1;" ::"l"(at), "h"(v) : "memory"); }
 DI void st8(void* at, V2 v) { asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(at), "r"(v.x), "r"(v.y) : "memory"); }
 DI void st16(void* at, V4 v) { asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
+DI void st_relaxed8(void* at, V2 v) { asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(at), "r"(v.x), "r"(v.y) : "memory"); }
 DI void st_f4(float* at, F4 v) { asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory"); }
 
 /* ---- order between kernels, blocks and machines ---- */
@@ -138,6 +153,13 @@ template <bool EAGER> DI void wait_and_let_start(u32 rows) {
 DI void fence_device() { __threadfence(); }
 DI void fence_system() { __threadfence_system(); }
 DI u32 count_arrival(u32* counter) { return atomicAdd(counter, 1u); }
+/* What this thread and, across the block barrier before it, its block wrote is seen by who sees the count. */
+DI void arrive_device(u32* counter, u32 amount) { asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(amount) : "memory"); }
+DI u32 ld_acquire_device(const u32* at) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
 DI void add_counter(u32* counter, u32 amount) { atomicAdd(counter, amount); }
 DI void or_bits(u32* word, u32 bits) { atomicOr(word, bits); }
 /* In shared memory; integers, so the order does not matter. */
@@ -209,10 +231,33 @@ DI float warp_tree(float v) {
   for (int mask = 1; mask < 32; mask *= 2) v = v + xor_f32(v, mask);
   return v;
 }
-DI float warp_max(float v) {
+/* warp_tree of each of N values, the same bits with fewer exchanges: while there are several, a lane keeps half of the values that it holds. */
+template <int N> DI void warp_trees(float (&v)[N]) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (N == 8 || N == 4 || N == 2) {
+    int mask = 1;
 #pragma unroll
-  for (int mask = 1; mask < 32; mask *= 2) v = fmaxf(v, xor_f32(v, mask));
-  return v;
+    for (int held = N; held > 1; held /= 2, mask *= 2)
+#pragma unroll
+      for (int i = 0; i < held / 2; i++) {
+        const bool odd = lane & mask;
+        const float mine = odd ? v[i + held / 2] : v[i], other = odd ? v[i] : v[i + held / 2];
+        v[i] = mine + xor_f32(other, mask);
+      }
+#pragma unroll
+    for (; mask < 32; mask *= 2) v[0] = v[0] + xor_f32(v[0], mask);
+    const float held = v[0]; /* of value i in the lane whose low bits, read backwards, are i */
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] = from_lane_f32(held, N == 8 ? (i & 1) * 4 + (i & 2) + (i >> 2) : N == 4 ? (i & 1) * 2 + (i >> 1) : i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] = warp_tree(v[i]);
+  }
+}
+/* The largest over the lanes, by the integer maximum of bits in the order of their values. */
+DI float warp_max(float v) {
+  const int bits = __float_as_int(v), largest = __reduce_max_sync(0xffffffffu, bits ^ (bits >> 31 & 0x7fffffff));
+  return __int_as_float(largest ^ (largest >> 31 & 0x7fffffff));
 }
 
 /* ---- functions ---- */

@@ -2,18 +2,20 @@
  * Buffers   token, rank, nan [L] u32, logprob [L] f32 · top_ids u32, top_logprobs f32 [L, TOP_LOGPROBS_MAX] · logits [L, VOCAB] f32, the same after
  *           as before · slot, position [R], logit_row, logit_kind, logit_target [L], step [16] u32 · generated [S], params [S, SLOT_WORDS],
  *           bias [S, LOGIT_BIAS_MAX, 2], counts [S, VOCAB] u32
- * Launch    grid L, block 1024: thread j is lane j of the contract's log-softmax; dynamic smem SELECT_BYTES
+ *           scratch [L, SCRATCH] f32 · arrivals [L] u32, zero before and after
+ * Launch    grid (SPLITS, L), block 1024; dynamic smem SELECT_BYTES. A plain row (greedy or temperature alone, no logprobs) is shared by the SPLITS
+ *           blocks, and the one that arrives last picks among their bests; the first block takes any other row alone, where thread j is lane j of
+ *           the contract's log-softmax
  * Numerics  raw: exp_fast, lanes ascending, the balanced tree; logprob = (l − max) − ln sum. Draw: Philox4x32-10 and logf, argmax(l / T − ln(−ln u)).
  *           top_k and top_p select by radix on the ordered bits of l / T; top_p's masses are exp_fast in multiples of 2⁻⁴⁰, so that their sums
  *           do not depend on an order (kernels/src/math/sample.rs sums them in f32)
  * Pad rows  zeros                                    Capture   no allocation, sync or readback
- * Cost      VOCAB · 4 B a pass; one pass when greedy without logprobs
+ * Cost      VOCAB · 4 B a pass; one pass for a plain row; a drawn one is bound by its noise, two logf an id
  * Reference kernels/src/ops/sample.rs */
 constexpr int LANES = 1024, WARPS = LANES / 32;
 static_assert(LOGSUMEXP_LANES == LANES, "a thread is a lane");
 constexpr int BINS = 256;
 constexpr float FIXED_ONE = 1099511627776.0f; /* 2^40 */
-#define MINUS_INFINITY __uint_as_float(0xff800000u)
 #define NOBODY 0xffffffffu
 
 struct Best {
@@ -134,30 +136,128 @@ struct Kept {
   }
 };
 
+/* What a block found in its part of a plain row. */
+struct Found {
+  Best raw, drawn;
+  u32 nan;
+  DI void join(const Found& other) {
+    raw.consider(other.raw.value, other.raw.id);
+    drawn.consider(other.drawn.value, other.drawn.id);
+    nan |= other.nan;
+  }
+  DI void join_warp() {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2)
+      join(Found{{xor_f32(raw.value, mask), xor_u32(raw.id, mask)}, {xor_f32(drawn.value, mask), xor_u32(drawn.id, mask)}, xor_u32(nan, mask)});
+  }
+};
+constexpr int FOUND_WORDS = 8;
+static_assert(SPLITS * FOUND_WORDS <= SCRATCH, "the scratch of a row holds every block's bests");
+
+DI void clear_top(u32* top_ids, float* top_logprobs, int at) {
+  const int i = at * TOP_LOGPROBS_MAX + (int)threadIdx.x;
+  if (threadIdx.x < TOP_LOGPROBS_MAX) st_u32(top_ids + i, 0), st_f32(top_logprobs + i, 0.0f);
+}
+
+/* The token of a plain row, from before the wait on. */
+DI void sample_plain(u32* token_out, float* logprob_out, u32* rank_out, u32* nan_out, u32* top_ids, float* top_logprobs, const float* l, const Draw& draw,
+                     u32 position, float* scratch, u32* arrivals, int at, u32 rows) {
+  __shared__ Found founds[WARPS];
+  constexpr int QUADS = ceil_div(VOCAB, 4), PART = ceil_div(QUADS, SPLITS);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, end = min_of(QUADS, ((int)blockIdx.x + 1) * PART);
+  const float temperature = draw.temperature;
+  const bool random = draw.random;
+  const u32 key0 = draw.word(SLOT_SEED_LO), key1 = draw.word(SLOT_SEED_HI), choice = draw.word(SLOT_CHOICE);
+  wait_for_predecessor(rows);
+  let_successor_start();
+  if (blockIdx.x == 0) clear_top(top_ids, top_logprobs, at);
+  Found found = {{MINUS_INFINITY, NOBODY}, {MINUS_INFINITY, NOBODY}, 0};
+  for (int quad = blockIdx.x * PART + (int)threadIdx.x; quad < end; quad += LANES) {
+    float v[4];
+    if (VOCAB % 4 == 0) {
+      const F4 four = ld_act_f4(l + quad * 4);
+      v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[i] = quad * 4 + i < VOCAB ? ld_act_f32(l + quad * 4 + i) : MINUS_INFINITY;
+    }
+    u32 words[4] = {choice, position, (u32)quad, 0};
+    if (random) philox(words, key0, key1);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int id = quad * 4 + i;
+      if (VOCAB % 4 != 0 && id >= VOCAB) break;
+      found.nan |= v[i] != v[i];
+      found.raw.consider(v[i], id);
+      if (random) found.drawn.consider(v[i] / temperature + gumbel(words[i]), id);
+    }
+  }
+  found.join_warp();
+  if (lane == 0) founds[warp] = found;
+  sync_block();
+  if (warp != 0) return;
+  found = founds[lane];
+  found.join_warp();
+  if (SPLITS > 1) {
+    float* mine = scratch + (u64)at * SCRATCH;
+    u32 place = 0;
+    if (lane == 0) {
+      float* to = mine + blockIdx.x * FOUND_WORDS;
+      st16(to, V4{__float_as_uint(found.raw.value), found.raw.id, __float_as_uint(found.drawn.value), found.drawn.id});
+      st_u32((u32*)to + 4, found.nan);
+      fence_device();
+      place = count_arrival(arrivals + at);
+    }
+    if (from_lane_u32(place, 0) != SPLITS - 1) return;
+    fence_device();
+    for (int i = lane; i < SPLITS; i += 32) {
+      const V4 other = ld_fresh16(mine + i * FOUND_WORDS);
+      found.join(Found{{__uint_as_float(other.x), other.y}, {__uint_as_float(other.z), other.w}, ld_fresh_u32((const u32*)mine + i * FOUND_WORDS + 4)});
+    }
+    found.join_warp();
+    if (lane == 0) st_u32(arrivals + at, 0);
+  }
+  if (lane == 0) {
+    st_u32(token_out + at, found.nan ? 0 : random ? found.drawn.id : found.raw.id);
+    st_f32(logprob_out + at, 0.0f), st_u32(rank_out + at, 0), st_u32(nan_out + at, found.nan);
+  }
+}
+
 KERNEL void __launch_bounds__(1024)
     sample(u32* token_out, float* logprob_out, u32* rank_out, u32* nan_out, u32* top_ids, float* top_logprobs, float* logits, const u32* row_slot,
            const u32* row_position, const u32* logit_row, const u32* logit_kind, const u32* logit_target, const u32* step, const u32* generated,
-           const u32* params, const u32* bias, const u32* counts, u32 rows) {
+           const u32* params, const u32* bias, const u32* counts, float* scratch, u32* arrivals, u32 rows) {
   DYNAMIC_SHARED;
   u64* histograms = (u64*)dynamic_shared;
   __shared__ Best bests[WARPS];
   __shared__ float sums[WARPS];
   __shared__ float saved[LOGIT_BIAS_MAX + EOS_IDS_MAX + STOP_IDS_MAX];
-  const int at = blockIdx.x, lane = threadIdx.x;
+  const int at = blockIdx.y, lane = threadIdx.x;
   const u32 kind = ld_early_u32(logit_kind + at), target = ld_early_u32(logit_target + at);
   const u32 row = ld_early_u32(logit_row + at), slot = ld_early_u32(row_slot + row), features = ld_early_u32(step);
   float* l = logits + (u64)at * VOCAB;
-  wait_for_predecessor(rows);
-  let_successor_start();
-  if (lane < TOP_LOGPROBS_MAX) st_u32(top_ids + at * TOP_LOGPROBS_MAX + lane, 0), st_f32(top_logprobs + at * TOP_LOGPROBS_MAX + lane, 0.0f);
-  if (kind == 0) {
-    if (lane == 0) st_u32(token_out + at, 0), st_f32(logprob_out + at, 0.0f), st_u32(rank_out + at, 0), st_u32(nan_out + at, 0);
-    return;
-  }
   Draw draw;
   draw.params = params + (u64)slot * SLOT_WORDS;
   const u32 flags = draw.word(SLOT_FLAGS);
   const bool scored = kind == LOGIT_ROW_SCORE;
+  const bool wanted = scored ? (features & FEATURE_SCORE) != 0 : (features & FEATURE_LOGPROBS) && (flags & SLOT_FLAG_LOGPROBS);
+  const bool biased = (features & FEATURE_BIAS) && (flags & SLOT_FLAG_BIAS), penalties = (features & FEATURE_PENALTIES) && (flags & SLOT_FLAG_PENALTIES);
+  const bool early = (features & FEATURE_MIN_TOKENS) && ld_early_u32(generated + slot) < draw.word(SLOT_MIN_TOKENS);
+  const bool truncated = (features & FEATURE_TRUNCATION) && (flags & SLOT_FLAG_TRUNCATION);
+  draw.temperature = draw.number(SLOT_TEMPERATURE);
+  draw.random = (features & FEATURE_RANDOM) && draw.temperature >= __uint_as_float(GREEDY_TEMPERATURE_BITS);
+  if (kind == LOGIT_ROW_SAMPLE && !(wanted || biased || penalties || early || truncated)) {
+    sample_plain(token_out, logprob_out, rank_out, nan_out, top_ids, top_logprobs, l, draw, ld_early_u32(row_position + row), scratch, arrivals, at, rows);
+    return;
+  }
+  wait_for_predecessor(rows);
+  let_successor_start();
+  if (blockIdx.x != 0) return;
+  clear_top(top_ids, top_logprobs, at);
+  if (kind == 0) {
+    if (lane == 0) st_u32(token_out + at, 0), st_f32(logprob_out + at, 0.0f), st_u32(rank_out + at, 0), st_u32(nan_out + at, 0);
+    return;
+  }
 
   /* The raw row: NaN, the best, and each lane's own best. */
   Best lane_best = {MINUS_INFINITY, NOBODY};
@@ -174,7 +274,6 @@ KERNEL void __launch_bounds__(1024)
   }
   const Best raw_best = block_best(lane_best, bests);
 
-  const bool wanted = scored ? (features & FEATURE_SCORE) != 0 : (features & FEATURE_LOGPROBS) && (flags & SLOT_FLAG_LOGPROBS);
   float ln_sum = 0.0f;
   if (wanted) {
     float sum = 0.0f;
@@ -203,14 +302,10 @@ KERNEL void __launch_bounds__(1024)
 
   u32 token = scored ? target : raw_best.id;
   if (!scored) {
-    const u32 bias_count = (features & FEATURE_BIAS) && (flags & SLOT_FLAG_BIAS) ? draw.word(SLOT_BIAS_COUNT) : 0;
-    const bool early = (features & FEATURE_MIN_TOKENS) && ld_act_u32(generated + slot) < draw.word(SLOT_MIN_TOKENS);
+    const u32 bias_count = biased ? draw.word(SLOT_BIAS_COUNT) : 0;
     const u32 eos = early ? draw.word(SLOT_EOS_COUNT) : 0, banned = early ? eos + draw.word(SLOT_STOP_COUNT) : 0;
-    const bool penalties = (features & FEATURE_PENALTIES) && (flags & SLOT_FLAG_PENALTIES);
     draw.counts = penalties ? counts + (u64)slot * VOCAB : nullptr;
     draw.presence = draw.number(SLOT_PRESENCE), draw.frequency = draw.number(SLOT_FREQUENCY), draw.repetition = draw.number(SLOT_REPETITION);
-    draw.temperature = draw.number(SLOT_TEMPERATURE);
-    draw.random = (features & FEATURE_RANDOM) && draw.temperature >= __uint_as_float(GREEDY_TEMPERATURE_BITS);
     const u32* pair = bias + (u64)slot * (LOGIT_BIAS_MAX * BIAS_WORDS);
     auto banned_id = [&](u32 i) { return i < eos ? draw.word(SLOT_EOS_IDS + i) : draw.word(SLOT_STOP_IDS + i - eos); };
 
@@ -245,7 +340,7 @@ KERNEL void __launch_bounds__(1024)
       if (draw.random) {
         Kept kept;
         kept.least = MINUS_INFINITY, kept.max = best.value, kept.bounds = 0;
-        if ((features & FEATURE_TRUNCATION) && (flags & SLOT_FLAG_TRUNCATION)) {
+        if (truncated) {
           const float min_p = draw.number(SLOT_MIN_P), top_p = draw.number(SLOT_TOP_P);
           const u32 top_k = draw.word(SLOT_TOP_K);
           if (min_p > 0.0f) kept.least = best.value + logf(min_p);
@@ -284,7 +379,7 @@ KERNEL void __launch_bounds__(1024)
           }
         }
         const u32 key0 = draw.word(SLOT_SEED_LO), key1 = draw.word(SLOT_SEED_HI), choice = draw.word(SLOT_CHOICE);
-        const u32 position = ld_act_u32(row_position + row);
+        const u32 position = ld_early_u32(row_position + row);
         Best drawn = {MINUS_INFINITY, best.id};
         for (int block = lane; block < ceil_div(VOCAB, 4); block += LANES) {
           u32 words[4] = {choice, position, (u32)block, 0};

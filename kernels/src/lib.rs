@@ -30,6 +30,7 @@ pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
         "common.cuh",
         "norm.cuh",
         "gemm.cuh",
+        "fold.cuh",
         "attend.cuh",
         "routes.cuh",
         "pack.cu",

@@ -26,6 +26,8 @@ pub struct CudaOptions {
     pub rank: RankShape,
     /// CUDA device ordinal (`--devices`).
     pub ordinal: usize,
+    /// Ranks that run on that device at once (`--allow-shared-device`): each fills its part of the multiprocessors.
+    pub ranks_on_device: usize,
     pub source: Arc<dyn Source>,
     pub kv: KvMemory,
     /// Capture every bucket and replay; false launches op by op.
@@ -54,6 +56,7 @@ impl CudaOptions {
             limits,
             rank: RankShape::SINGLE,
             ordinal: 0,
+            ranks_on_device: 1,
             source,
             kv: KvMemory::Fraction { of_free: 0.9, ranks_on_device: 1 },
             graph: true,

@@ -146,7 +146,7 @@ impl Opened {
             report.libraries.push(LibraryReport { name, version, path: found.path.clone(), why: found.why.clone() });
         }
         let facts = GpuFacts {
-            sm_count: gpu.identity.sm_count,
+            sm_count: (gpu.identity.sm_count / options.ranks_on_device.max(1)).max(1),
             arch: gpu.identity.arch.clone(),
             shared_max: gpu.identity.shared_max,
             pdl: options.pdl && gpu.capability.0 >= 9,

@@ -1,6 +1,8 @@
-//! Geometry of attention: a block takes one row, the heads that share their keys, and a run of key groups. No choice here changes a bit.
+//! Geometry of attention: a block takes one row, the heads that share their keys, and a run of key groups or a tile of one. No choice here
+//! changes a bit.
 //!
-//! Few rows split their groups over blocks until the GPU is full; many rows take a block each and fold as they go.
+//! Few rows split their groups over blocks until the GPU is full; many rows take a block each and fold as they go. **Invariant:** the blocks
+//! of a launch that splits rows fit on the GPU all at once, because they wait for each other (`fold.cuh`).
 
 use super::gemm::define_bits;
 use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, define};
@@ -11,6 +13,10 @@ use crate::spec::BufferId;
 
 /// Query heads that one block can take: the rows of an mma.
 const HEADS_MAX: usize = 16;
+/// Tiles of a key group, and so the blocks of a team.
+const GROUP_TILES: usize = ATTENTION_GROUP / PAGE_TOKENS;
+/// Shared memory that the GPU keeps of every resident block.
+const RESERVED: usize = 1024;
 
 /// What `attend.cuh` is compiled for.
 struct Shape {
@@ -20,14 +26,36 @@ struct Shape {
     head_blocks: usize,
     key_width: usize,
     value_width: usize,
-    value_at: usize,
     shared_width: usize,
     cache_width: usize,
-    warps: usize,
-    stages_max: usize,
-    blocks_per_sm: usize,
+    /// Whether four blocks may share a group (`attend.cuh`, a team).
+    teams: bool,
     scale: f32,
 }
+
+/// How a block goes through its keys (`attend.cuh`, Compile-time).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Form {
+    warps: usize,
+    step_tiles: usize,
+    slot_keys: usize,
+    slots: usize,
+    blocks_per_sm: usize,
+}
+
+impl Form {
+    const fn new(warps: usize, step_tiles: usize, slot_keys: usize, slots: usize, blocks_per_sm: usize) -> Form {
+        Form { warps, step_tiles, slot_keys, slots, blocks_per_sm }
+    }
+}
+
+/// Measured on an H200; the last of each that fits is for smaller GPUs.
+const MLA: [Form; 4] =
+    [Form::new(8, 1, 32, 5, 1), Form::new(8, 1, 32, 4, 1), Form::new(8, 1, 32, 3, 1), Form::new(8, 1, 32, 2, 1)];
+/// For at most one block, two blocks, and more blocks an SM.
+const GQA_FEW: [Form; 3] = [Form::new(8, 4, 64, 5, 1), Form::new(8, 4, 64, 4, 1), Form::new(4, 1, 64, 1, 1)];
+const GQA_SOME: [Form; 3] = [Form::new(4, 2, 64, 3, 2), Form::new(4, 1, 64, 2, 2), Form::new(4, 1, 64, 1, 1)];
+const GQA_MANY: [Form; 3] = [Form::new(4, 1, 64, 2, 3), Form::new(4, 1, 64, 1, 2), Form::new(4, 1, 64, 1, 1)];
 
 /// The buffers of an attention op.
 struct Buffers {
@@ -41,17 +69,31 @@ struct Buffers {
 }
 
 impl Shape {
-    /// Bytes of shared memory with `stages` tiles in flight (`attend.cuh`, SHARED_BYTES).
-    fn shared_bytes(&self, stages: usize) -> usize {
-        let kv = stages * PAGE_TOKENS * (self.shared_width + 8) * 2 + 64;
-        let q = (HEADS_MAX * (self.key_width + 8) * 2).next_multiple_of(16);
-        kv + q + HEADS_MAX * (68 * 4 + 72 * 2 + 3 * 4)
+    /// Bytes of shared memory (`attend.cuh`, SHARED_BYTES).
+    fn shared_bytes(&self, form: Form, team: usize) -> usize {
+        let (wide, lines) =
+            (form.step_tiles.max(team), if self.heads < HEADS_MAX { self.heads + 1 } else { HEADS_MAX });
+        let ring = form.slots * form.slot_keys * (self.shared_width + 8) * 2 + 64;
+        let q = lines * (self.key_width + 8) * 2;
+        let s = self.heads * (form.step_tiles * PAGE_TOKENS + 4) * 4;
+        let p = lines * (wide * PAGE_TOKENS + 8) * 2;
+        ring + q + s + p + HEADS_MAX * 4 * (wide + 2)
+    }
+
+    /// Whether a team's block has room for its tile and its columns of the other tiles.
+    fn team_fits(&self, form: Form) -> bool {
+        let columns = self.value_width / GROUP_TILES;
+        let need = PAGE_TOKENS * (self.shared_width + 8) + (GROUP_TILES - 1) * PAGE_TOKENS * (columns + 8);
+        form.step_tiles == 1
+            && self.value_width.is_multiple_of(GROUP_TILES * 16)
+            && need <= form.slots * form.slot_keys * (self.shared_width + 8)
     }
 
     fn launch(
         &self,
         specs: &dyn Specs,
         gpu: &GpuFacts,
+        forms: &[Form],
         buffers: Buffers,
         own: Vec<(&'static str, String)>,
     ) -> Result<Launch, LaunchError> {
@@ -63,28 +105,36 @@ impl Shape {
         if !self.value_width.is_multiple_of(16) {
             return shape("the width of a value", self.value_width, "a multiple of 16");
         }
-        let room = gpu.shared_max / self.blocks_per_sm;
-        let stages = (1..=self.stages_max).rev().find(|stages| self.shared_bytes(*stages) <= room).unwrap_or(1);
-        let shared_bytes = self.shared_bytes(stages);
-        gpu.require_shared(op, shared_bytes)?;
         let rows = specs.rows();
         let [scratch_rows, groups, ..] = specs.buffer(buffers.partials).shape[..] else {
             return shape("the rank of the partials", specs.buffer(buffers.partials).shape.len(), "4");
         };
-        let splits = if rows <= scratch_rows {
-            (gpu.sm_count * self.blocks_per_sm / (rows * self.head_blocks)).clamp(1, groups)
-        } else {
-            1
+        let (head_rows, split) = (rows * self.head_blocks, rows <= scratch_rows);
+        let team_of = |form: Form| {
+            let fits = self.teams && split && GROUP_TILES * head_rows <= gpu.sm_count && self.team_fits(form);
+            if fits { GROUP_TILES } else { 1 }
+        };
+        let room = |form: &Form| (gpu.shared_max + RESERVED) / form.blocks_per_sm - RESERVED;
+        let fitting = forms.iter().find(|form| self.shared_bytes(**form, team_of(**form)) <= room(form));
+        let form = *fitting.or(forms.last()).expect("there is a form");
+        let team = team_of(form);
+        let shared_bytes = self.shared_bytes(form, team);
+        gpu.require_shared(op, shared_bytes)?;
+        let splits = match split {
+            true => (gpu.sm_count * form.blocks_per_sm / head_rows).clamp(1, groups * team) / team * team,
+            false => 1,
         };
         let mut defines = vec![
             define("HEADS", self.heads),
             define("KEY_WIDTH", self.key_width),
             define("VALUE_WIDTH", self.value_width),
-            define("VALUE_AT", self.value_at),
-            define("SHARED_WIDTH", self.shared_width),
             define("CACHE_WIDTH", self.cache_width),
-            define("WARPS", self.warps),
-            define("STAGES", stages),
+            define("WARPS", form.warps),
+            define("STEP_TILES", form.step_tiles),
+            define("SLOT_KEYS", form.slot_keys),
+            define("SLOTS", form.slots),
+            define("BLOCKS_PER_SM", form.blocks_per_sm),
+            define("TEAM", team),
             define("GROUPS", groups),
             define("PAGES_PER_SLOT", specs.buffer(buffers.paged.block_table).shape[1]),
             define_bits("SCALE_BITS", self.scale),
@@ -103,13 +153,15 @@ impl Shape {
             ]
             .map(Arg::Buffer),
         );
+        args.extend(self.teams.then_some(Arg::Counters));
         args.push(Arg::U32(rows as u32));
         let source = if op == "mla_attend" { "mla_attend.cu" } else { "gqa_attend.cu" };
         Ok(Launch {
             kernel: Kernel { source, function: op, defines },
-            grid: [rows as u32, self.head_blocks as u32, splits as u32],
-            block: (self.warps * 32) as u32,
+            grid: [splits as u32, rows as u32, self.head_blocks as u32],
+            block: (form.warps * 32) as u32,
             shared_bytes: shared_bytes as u32,
+            counters: if team > 1 { head_rows * splits * team * self.heads * PAGE_TOKENS } else { 0 },
             args,
             ..Launch::plain()
         })
@@ -131,12 +183,9 @@ impl MlaAttend {
             head_blocks: self.heads / heads,
             key_width: width,
             value_width: self.lora,
-            value_at: 0,
             shared_width: width,
             cache_width: width,
-            warps: 8,
-            stages_max: 2,
-            blocks_per_sm: 1,
+            teams: true,
             scale: self.scale,
         };
         let buffers = Buffers {
@@ -148,7 +197,7 @@ impl MlaAttend {
             partials: self.partials,
             arrivals: self.arrivals,
         };
-        shape.launch(specs, gpu, buffers, vec![define("HEADS_ALL", self.heads)])
+        shape.launch(specs, gpu, &MLA, buffers, vec![define("HEADS_ALL", self.heads)])
     }
 }
 
@@ -166,13 +215,15 @@ impl GqaAttend {
             head_blocks: self.kv_heads,
             key_width: self.head_dim,
             value_width: self.head_dim,
-            value_at: self.head_dim,
             shared_width: 2 * self.head_dim,
             cache_width: 2 * self.kv_heads * self.head_dim,
-            warps: 4,
-            stages_max: 3,
-            blocks_per_sm: 2,
+            teams: false,
             scale: self.scale,
+        };
+        let forms = match (specs.rows() * self.kv_heads).div_ceil(gpu.sm_count) {
+            0..=1 => &GQA_FEW,
+            2 => &GQA_SOME,
+            _ => &GQA_MANY,
         };
         let buffers = Buffers {
             queries: vec![self.q],
@@ -183,8 +234,54 @@ impl GqaAttend {
             partials: self.partials,
             arrivals: self.arrivals,
         };
-        shape.launch(specs, gpu, buffers, vec![define("KV_HEADS", self.kv_heads)])
+        shape.launch(specs, gpu, forms, buffers, vec![define("KV_HEADS", self.kv_heads)])
     }
 }
 
 const _: () = assert!(ATTENTION_GROUP.is_multiple_of(PAGE_TOKENS), "a group is whole pages");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn latent() -> Shape {
+        Shape {
+            op: "mla_attend",
+            heads: 16,
+            head_blocks: 1,
+            key_width: 576,
+            value_width: 512,
+            shared_width: 576,
+            cache_width: 576,
+            teams: true,
+            scale: 1.0,
+        }
+    }
+
+    #[test]
+    fn an_h200_takes_the_deepest_ring_and_teams() {
+        let (shape, form) = (latent(), MLA[0]);
+        assert!(shape.team_fits(form));
+        assert!(shape.shared_bytes(form, GROUP_TILES) <= GpuFacts::h200().shared_max);
+    }
+
+    #[test]
+    fn every_list_ends_with_a_form_for_small_shared_memory() {
+        let grouped = Shape { key_width: 128, value_width: 128, shared_width: 256, heads: 4, ..latent() };
+        for (shape, forms) in [(latent(), &MLA[..]), (grouped, &GQA_FEW[..])] {
+            let last = forms[forms.len() - 1];
+            assert!(shape.shared_bytes(last, 1) <= 99 * 1024, "{}", shape.shared_bytes(last, 1));
+            assert!(!shape.team_fits(last));
+        }
+    }
+
+    #[test]
+    fn as_many_blocks_fit_on_a_multiprocessor_as_the_form_says() {
+        let grouped = Shape { key_width: 128, value_width: 128, shared_width: 256, heads: 4, ..latent() };
+        let of_sm = GpuFacts::h200().shared_max + RESERVED;
+        for forms in [GQA_FEW, GQA_SOME, GQA_MANY] {
+            let blocks = of_sm / (grouped.shared_bytes(forms[0], 1) + RESERVED);
+            assert_eq!(blocks, forms[0].blocks_per_sm, "{:?}", forms[0]);
+        }
+    }
+}

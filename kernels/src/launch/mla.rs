@@ -9,6 +9,9 @@ use crate::ops::{MlaPrep, MlaUv};
 /// Query heads whose rope part one warp rotates (`mla_prep.cu`, HEADS_A_PART).
 const HEADS_A_PART: usize = 4;
 
+/// Most warps, of a tile of 8 tokens each, that share a block's row tile of W_UV through L1.
+const UV_WARPS_MAX: usize = 8;
+
 /// Token tiles that a warp runs beside each other.
 fn token_tiles(rows: usize) -> usize {
     rows.div_ceil(8).clamp(1, 4).next_power_of_two()
@@ -88,19 +91,18 @@ impl MlaUv {
         let shape = Shape::of(op, specs, self.w_uv)?;
         shape.require_slices(op, &[1])?;
         require_multiple(op, "a head's value width", shape.n, ROW_TILE)?;
-        let (rows, token_tiles) = (specs.rows(), token_tiles(specs.rows()));
-        let warps = if rows <= 8 { 1 } else { warps(shape.row_tiles(), 4) };
+        let rows = specs.rows();
+        let warps = rows.div_ceil(8).min(UV_WARPS_MAX);
         let defines = vec![
             define("HEADS", shape.groups),
             define("V_DIM", shape.n),
             define("LORA", shape.k),
             define("WARPS", warps),
-            define("TOKEN_TILES", token_tiles),
         ];
         let kernel = Kernel { source: "mla_uv.cu", function: op, defines };
-        let blocks = shape.groups * shape.row_tiles() / warps;
+        let blocks = shape.groups * shape.row_tiles();
         let args = vec![Arg::Buffer(self.out), Arg::Buffer(self.o_lat), Arg::Weight(self.w_uv), Arg::U32(rows as u32)];
-        let grid = [blocks as u32, rows.div_ceil(8 * token_tiles) as u32, 1];
+        let grid = [blocks as u32, rows.div_ceil(8 * warps) as u32, 1];
         Ok(vec![Launch { kernel, grid, block: 32 * warps as u32, args, ..Launch::plain() }])
     }
 }

@@ -19,7 +19,7 @@ use crate::{Op, Specs};
 /// What the geometry of a launch may depend on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuFacts {
-    /// Streaming multiprocessors.
+    /// Streaming multiprocessors that this rank's launches may fill: blocks that wait for each other count on them.
     pub sm_count: usize,
     /// NVRTC target, such as `sm_90a`.
     pub arch: String,

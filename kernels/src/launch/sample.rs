@@ -1,4 +1,4 @@
-//! Geometry of sampling: a block of 1,024 threads takes a logit row.
+//! Geometry of sampling: blocks of 1,024 threads share a logit row while there are few. No choice here changes a bit.
 
 use super::gemm::define_bits;
 use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, define};
@@ -8,6 +8,10 @@ use crate::ops::Sample;
 
 /// Histograms of `select` in `sample.cu`: one of 256 64-bit bins a warp.
 const SELECT_BYTES: usize = LOGSUMEXP_LANES / 32 * 256 * 8;
+
+/// Words that a block leaves in the row's scratch (`sample.cu`, FOUND_WORDS), and the groups of four ids that make a block worth its launch.
+const FOUND_WORDS: usize = 8;
+const QUADS_MIN: usize = 512;
 
 impl Sample {
     pub(super) fn launch(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Launch, LaunchError> {
@@ -34,14 +38,23 @@ impl Sample {
             slots.counts,
         ];
         let mut args: Vec<Arg> = buffers.map(Arg::Buffer).into();
-        args.push(Arg::U32(specs.logit_rows() as u32));
-        let vocab = specs.buffer(self.logits).shape[1];
-        let defines = vec![define("VOCAB", vocab), define_bits("GREEDY_TEMPERATURE_BITS", GREEDY_TEMPERATURE)];
+        let logit_rows = specs.logit_rows();
+        args.extend([Arg::Buffer(self.scratch), Arg::Counters, Arg::U32(logit_rows as u32)]);
+        let [vocab, scratch] = [self.logits, self.scratch].map(|buffer| specs.buffer(buffer).shape[1]);
+        let fitting = (gpu.sm_count / logit_rows).min(scratch / FOUND_WORDS);
+        let splits = vocab.div_ceil(4).div_ceil(QUADS_MIN).min(fitting).max(1);
+        let defines = vec![
+            define("VOCAB", vocab),
+            define("SPLITS", splits),
+            define("SCRATCH", scratch),
+            define_bits("GREEDY_TEMPERATURE_BITS", GREEDY_TEMPERATURE),
+        ];
         Ok(Launch {
             kernel: Kernel { source: "sample.cu", function: op, defines },
-            grid: [specs.logit_rows() as u32, 1, 1],
+            grid: [splits as u32, logit_rows as u32, 1],
             block: LOGSUMEXP_LANES as u32,
             shared_bytes: SELECT_BYTES as u32,
+            counters: logit_rows,
             args,
             ..Launch::plain()
         })

@@ -31,6 +31,7 @@ pub(super) fn factories(
         let options = CudaOptions {
             rank: RankShape { rank, ranks },
             ordinal,
+            ranks_on_device: sharing,
             kv: kv(config, sharing),
             graph: config.cuda_graph,
             pdl: config.pdl,
