@@ -44,6 +44,7 @@ DI u32 choose(float* score, u32* ids, float* weights, int lane) {
     better += theirs > best_of || (theirs == best_of && other < lane);
   }
   const u32 kept = ballot(lane < ROUTE_GROUPS && better < ROUTE_TOPK_GROUPS);
+  sync_warp(); /* other lanes' scores were read above */
 #pragma unroll
   for (int i = 0; i < LANE_EXPERTS; i++) {
     const int id = i * 32 + lane;
