@@ -55,5 +55,6 @@ pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
         "gqa_attend.cu",
         "feed.cu",
         "stamp.cu",
+        "chain.cu",
     ]
 }

@@ -10,6 +10,7 @@ use crate::script::{self, Transcript, first_divergence};
 use crate::stats::Summary;
 use crate::subject::{Subject, SubjectArgs};
 use serde_json::{Value, json};
+use slotgraph_graphs::cuda::Chains;
 use slotgraph_graphs::cuda::libs::{DRIVER, LibraryError, NCCL, NVRTC, Search};
 use slotgraph_graphs::device::Device;
 use slotgraph_graphs::fault::{Fault, FaultDevice};
@@ -85,6 +86,7 @@ fn libraries(args: &Args) -> Value {
 /// One GPU: eager repeats itself, graphs equal eager, a row's place and the kernel form change no bit.
 fn examine(draft: &mut Draft, args: &Args, ordinal: usize) -> Result<(), ProbeError> {
     let name = |check: &str| format!("gpu{ordinal}_{check}");
+    tensor_cores(draft, args, ordinal);
     let eager = subject("cuda", Some(ordinal), args, None)?;
     let device = match cuda::prepare(&eager, false, None) {
         Ok(device) => device,
@@ -116,6 +118,25 @@ fn examine(draft: &mut Draft, args: &Args, ordinal: usize) -> Result<(), ProbeEr
         draft.check(&name(check), differs.is_none(), format!("bucket {bucket} against {BUCKET}"));
     }
     Ok(())
+}
+
+/// The sums that everything rests on: a row's bits must not depend on its column, its neighbours, or the form of the instruction. A
+/// chain that was cut in two must be seen as different.
+fn tensor_cores(draft: &mut Draft, args: &Args, ordinal: usize) {
+    let name = |check: &str| format!("gpu{ordinal}_{check}");
+    let folders: Vec<PathBuf> = args.lib_dir.iter().cloned().collect();
+    let (plain, split) = match (Chains::of(ordinal, &folders, false), Chains::of(ordinal, &folders, true)) {
+        (Ok(plain), Ok(split)) => (plain, split),
+        (Err(error), _) | (_, Err(error)) => {
+            draft.check(&name("tensor_cores"), false, error.to_string());
+            return;
+        }
+    };
+    let found = format!("{plain:?}");
+    draft.check(&name("mma_columns_are_independent"), plain.moved == 0 && plain.sums > 0, &found);
+    draft.check(&name("wgmma_keeps_the_mma_chain"), plain.wgmma_differs.unwrap_or(0) == 0, &found);
+    let seen = split.moved > 0 && split.wgmma_differs != Some(0) && plain.degenerate == 0;
+    draft.check(&name("a_cut_chain_is_seen"), seen, format!("{split:?}"));
 }
 
 /// The bundled model on a small pool; `threads` None leaves the CPU device its default.

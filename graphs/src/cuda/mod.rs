@@ -7,6 +7,7 @@
 
 mod arena;
 mod cache;
+mod chain;
 pub mod cubin;
 mod device;
 mod dl;
@@ -36,6 +37,7 @@ mod weights;
 
 pub use arena::ArenaBytes;
 pub use cache::Cache;
+pub use chain::Chains;
 pub use device::CudaDevice;
 pub use error::{CallError, CudaError, DRIVER_MIN, DRIVER_MIN_RELEASE};
 pub use gpu::{Counters, GpuIdentity, device_count};

@@ -158,6 +158,19 @@ pub fn stamp(index: u32) -> Launch {
     }
 }
 
+/// The launch that compares the tensor cores' sums (`chain.cu`): over `Arg::Counters`, four u32. `split` plants a chain cut in two.
+pub fn chain(wgmma: bool, split: bool) -> Launch {
+    let defines = vec![define("WGMMA", usize::from(wgmma)), define("SPLIT", usize::from(split))];
+    Launch {
+        kernel: Kernel { source: "chain.cu", function: "chain", defines },
+        grid: [32, 1, 1],
+        block: 128,
+        args: vec![Arg::Counters],
+        pdl: false,
+        ..Launch::plain()
+    }
+}
+
 impl GpuFacts {
     fn require_shared(&self, op: &'static str, need: usize) -> Result<(), LaunchError> {
         if need <= self.shared_max { Ok(()) } else { Err(LaunchError::Shared { op, need, have: self.shared_max }) }
