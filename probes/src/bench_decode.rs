@@ -137,11 +137,16 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
         draft.metric("copy_gb_s", within_bytes_s / 1e9, "GB/s", 8, None);
         cells.iter_mut().for_each(|cell| cell.ceiling_share = Some(1e9 * cell.floor_gb_s / within_bytes_s));
         draft.metric("upload_gb_s", upload_bytes_s / 1e9, "GB/s", 8, None);
-        let weights = &draft.startup["weights"];
-        if let (Some(rate), Some(false)) = (weights["gb_per_s"].as_f64(), weights["dummy"].as_bool()) {
-            draft.metric("weights_gb_s", rate, "GB/s", 1, None);
+        let weights = draft.startup["weights"].clone();
+        let number = |name: &str| weights[name].as_f64().unwrap_or(0.0);
+        if weights["dummy"].as_bool() == Some(false) {
+            // Pinning the buffers is paid once, however large the model is.
+            let stream_s = (number("stream_ms") - number("pin_ms")).max(1e-3) / 1e3;
+            draft.metric("weights_gb_s", number("gb_per_s"), "GB/s", 1, None);
+            draft.metric("weights_stream_gb_s", number("read_bytes") / stream_s / 1e9, "GB/s", 1, None);
             let least = args.min_load_share.map(Limit::AtLeast);
-            draft.metric("weights_share_of_upload", 1e9 * rate / upload_bytes_s, "of upload_gb_s", 1, least);
+            let share = number("read_bytes") / stream_s / upload_bytes_s;
+            draft.metric("weights_share_of_upload", share, "of upload_gb_s", 1, least);
         }
     }
     draft.check("every_row_drew_a_token", bad.is_none(), bad.unwrap_or_else(|| "each step, each row".into()));

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Instant;
 
 /// Most reading threads; past this the copy engine is the limit.
-const READERS_MAX: usize = 12;
+const READERS_MAX: usize = 16;
 
 /// Told the bytes done and the bytes in all.
 pub type Progress = Arc<dyn Fn(u64, u64) + Send + Sync>;
@@ -38,6 +38,9 @@ pub struct WeightsReport {
     /// `read_bytes` over `seconds`.
     pub gb_per_s: f64,
     pub readers: usize,
+    /// From the first read to the last copy; the first `pin_ms` of it went to pinning buffers.
+    pub stream_ms: f64,
+    pub pin_ms: f64,
     /// Reading time, averaged over the readers.
     pub read_ms: f64,
     /// Time that the uploader waited for readers, and for copies and packing.
@@ -216,9 +219,7 @@ impl Upload<'_> {
         let readers = cores.clamp(1, READERS_MAX).min(pieces.len());
         let largest = pieces.iter().map(|piece| piece.elements).max().expect("there are pieces");
         let (free, buffers) = mpsc::channel::<Buffer>();
-        for _ in 0..(2 * readers).min(pieces.len()) {
-            free.send(Buffer::allocate(self.gpu, largest)?).expect("the receiver is alive");
-        }
+        let start = Instant::now();
         let queue = Mutex::new(Queue { buffers, next: 0 });
         let (filled, arrivals) = mpsc::channel();
         let read_ns = AtomicU64::new(0);
@@ -231,6 +232,13 @@ impl Upload<'_> {
             }
             // The uploader's own copy must go, or a reader that ended would not be noticed.
             drop(filled);
+            // Readers begin with the first buffer while the others are pinned. A failure drops `free`, which ends them.
+            for _ in 0..(2 * readers).min(pieces.len()) {
+                if free.send(Buffer::allocate(self.gpu, largest)?).is_err() {
+                    break;
+                }
+            }
+            self.report.pin_ms = millis(start);
             let done = |bytes: u64| {
                 if let Some(progress) = progress {
                     progress(bytes, total);
@@ -238,6 +246,7 @@ impl Upload<'_> {
             };
             self.upload_in_order(pieces, free, &arrivals, readers, done)
         });
+        self.report.stream_ms = millis(start);
         self.report.readers = readers;
         self.report.read_bytes = total;
         self.report.read_ms = read_ns.load(Ordering::Relaxed) as f64 / 1e6 / readers as f64;
