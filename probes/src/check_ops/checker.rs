@@ -117,7 +117,11 @@ impl<'a> Checker<'a> {
             let (want, got) = (&self.memory.buffers[part.buffer.0 as usize], &got[&part.buffer]);
             let outcome = judge(part, want, got);
             let spot = outcome.at.map(|(line, element, ..)| self.spot(at, part, line, element));
-            self.findings.add(at, &at.plan.buffer(part.buffer).name, self.step, &outcome, spot);
+            let buffer = &at.plan.buffer(part.buffer).name;
+            self.findings.add(at, buffer, self.step, &outcome, spot);
+            if let Rule::Near { share, .. } = part.rule {
+                self.findings.limit_share(at, buffer, share);
+            }
         }
     }
 
@@ -243,15 +247,6 @@ pub fn judge(part: &Part, want: &CpuBuffer, got: &CpuBuffer) -> Judged {
             }
             _ => unreachable!("both are of one type"),
         }
-    }
-    // Two elements may differ by chance however few there are.
-    if let Rule::Near { share, .. } = part.rule
-        && judged.differing > 2
-        && judged.differing as f64 > share * judged.elements as f64
-        && judged.bad == 0
-    {
-        judged.bad = judged.differing;
-        judged.worst = judged.worst.max(judged.differing as f64 / (share * judged.elements as f64));
     }
     judged
 }

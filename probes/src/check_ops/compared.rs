@@ -19,7 +19,8 @@ use std::ops::Range;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Rule {
     Exact,
-    /// |got − want| ≤ rel·|want| + of_line·max|want of the line| + abs, and at most `share` of the elements differ at all.
+    /// |got − want| ≤ rel·|want| + of_line·max|want of the line| + abs, and at most `share` of the elements differ at all, counted over
+    /// all layers, steps and buckets: a probability that rounds the other way moves all of its head's elements.
     Near {
         rel: f64,
         of_line: f64,

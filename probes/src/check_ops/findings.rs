@@ -54,6 +54,8 @@ type Key = (usize, usize, String);
 pub struct Findings {
     /// By bucket, index of the op, buffer.
     by_key: BTreeMap<Key, Finding>,
+    /// By op and buffer.
+    shares: BTreeMap<(String, String), f64>,
 }
 
 impl Findings {
@@ -97,6 +99,11 @@ impl Findings {
         finding.of_line = finding.of_line.max(judged.of_line);
     }
 
+    /// At most `share` of the buffer's elements may differ, over all layers, steps and buckets.
+    pub fn limit_share(&mut self, at: At, buffer: &str, share: f64) {
+        self.shares.insert((at.placed.op.name().to_owned(), without_layer(buffer).to_owned()), share);
+    }
+
     /// Something that is wrong beyond any number.
     pub fn note(&mut self, at: At, buffer: &str, step: u64, what: String) {
         let finding = self.entry(at, buffer);
@@ -110,7 +117,24 @@ impl Findings {
     }
 
     pub fn into_list(self) -> Vec<Finding> {
-        self.by_key.into_values().collect()
+        let mut list: Vec<Finding> = self.by_key.into_values().collect();
+        for ((op, buffer), share) in self.shares {
+            let of = |finding: &&mut Finding| finding.op == op && without_layer(&finding.buffer) == buffer;
+            let mine: Vec<&mut Finding> = list.iter_mut().filter(of).collect();
+            let (differing, elements) =
+                mine.iter().fold((0, 0), |(d, e), finding| (d + finding.differing, e + finding.elements));
+            // A few elements may differ by chance however few there are.
+            if differing <= 2 || differing as f64 <= share * elements as f64 {
+                continue;
+            }
+            if let Some(worst) = mine.into_iter().max_by_key(|finding| finding.differing) {
+                worst.bad += differing;
+                worst
+                    .note
+                    .get_or_insert(format!("{differing} of {elements} elements differ, more than {share} of them"));
+            }
+        }
+        list
     }
 }
 
