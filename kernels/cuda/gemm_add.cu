@@ -3,7 +3,7 @@
  * Launch    grid (row tiles / ROW_TILES, token tiles / TOKEN_TILES), block 256: warp = K slice
  * Numerics  eight slices and their tree (gemm.cuh); x + (sum + bias) in fp32; every element has one owner
  * Pad rows  computed like any row                    Capture   no allocation, sync or readback
- * Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; no spills
+ * Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; spills at most 8 B
  * Reference kernels/src/ops/gemm_add.rs */
 static_assert(WEIGHT_K % 16 == 0, "K must be whole tiles");
 static_assert(SLICES == 8, "this kernel is written for eight slices, one a warp");

@@ -7,7 +7,7 @@
  *           HELD: all weights of a block are in registers and shared memory before the wait. EAGER: common.cuh
  * Numerics  gemm.cuh, norm.cuh; silu(g) = g / (1 + exp(−g)), product in fp32, one rounding
  * Pad rows  computed like any row                    Capture   no allocation, sync or readback
- * Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; no spills
+ * Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; spills at most 40 B
  * Reference kernels/src/ops/norm_gate_up.rs */
 static_assert(WEIGHT_K % 16 == 0 && WEIGHT_N % 16 == 0, "K must be whole tiles, gate and up whole half tiles");
 static_assert(SLICES == 8 || SLICES == 1, "eight slices, one a warp, or one");

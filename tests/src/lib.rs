@@ -36,3 +36,8 @@ pub fn root() -> PathBuf {
 pub fn model(name: &str) -> PathBuf {
     root().join("tests/models").join(name)
 }
+
+/// Folder of a real model's shape: its `config.json` alone.
+pub fn shape(name: &str) -> PathBuf {
+    root().join("tests/shapes").join(name)
+}

@@ -1,7 +1,8 @@
-//! What a CUBIN says of its functions' parameters, read without a driver.
+//! What a CUBIN says of its functions' parameters and instructions, read without a driver.
 //!
-//! Used where there is no GPU: a launch that passes other sizes than its kernel declares is found by the compile checks and
-//! not by a start on a GPU. **Invariant:** reads only; bytes that are no CUBIN give None.
+//! Used where there is no GPU: a launch that passes other sizes than its kernel declares, or a kernel that stores before it
+//! waits for its predecessor, is found by the compile checks and not by a start on a GPU. **Invariant:** reads only; bytes
+//! that are no CUBIN give None.
 //!
 //! A CUBIN is an ELF file. The section `.nv.info.FUNCTION` is a list of attributes: format byte, attribute byte, 16 bits of size,
 //! value. KPARAM_INFO has twelve bytes: a word, the parameter's ordinal and offset (16 bits each), and a word whose upper
@@ -28,6 +29,23 @@ pub fn parameter_sizes(image: &[u8], function: &str) -> Option<Vec<usize>> {
     }
     found.sort_unstable();
     Some(found.into_iter().map(|(_, size)| size).collect())
+}
+
+/// Operation codes of the instructions of interest (the low twelve bits), the same on every architecture from sm_80 to sm_120.
+pub mod opcode {
+    /// HMMA: the matrix unit.
+    pub const MATRIX: u16 = 0x23c;
+    /// ACQBULK: griddepcontrol.wait.
+    pub const WAIT: u16 = 0x82e;
+    /// ST, STG, ATOM (two forms), RED, ATOMG (two forms): whatever writes global memory.
+    pub const GLOBAL_WRITES: [u16; 7] = [0x985, 0x986, 0x98a, 0x38b, 0x98e, 0x9a8, 0x3a9];
+}
+
+/// Operation codes of `function` in the order of its instructions; None if the image has no such function.
+pub fn opcodes(image: &[u8], function: &str) -> Option<Vec<u16>> {
+    const INSTRUCTION_BYTES: usize = 16;
+    let code = section(image, &format!(".text.{function}"))?;
+    Some(code.chunks_exact(INSTRUCTION_BYTES).map(|word| u16::from_le_bytes([word[0], word[1]]) & 0xfff).collect())
 }
 
 /// Contents of the section named `name` of a 64-bit little-endian ELF file.
@@ -72,6 +90,7 @@ mod tests {
         let cut_header = [&b"\x7fELF\x02\x01"[..], &[0xff; 70]].concat();
         for bytes in [&b""[..], b"\x7fELF", b"PTX", &cut_header] {
             assert_eq!(parameter_sizes(bytes, "k"), None);
+            assert_eq!(opcodes(bytes, "k"), None);
         }
     }
 }
