@@ -206,7 +206,10 @@ impl Legs {
     }
 }
 
-/// Buckets, row places and prefill chunks that must change nothing.
+/// Requests that come and go beside a case.
+const JOINERS: usize = 40;
+
+/// Buckets, row places, prefill chunks and company that must change nothing.
 fn variants(subject: &Subject) -> Vec<(String, Factor)> {
     let config = &subject.config;
     let decode: Vec<usize> = config.buckets.iter().copied().filter(|&bucket| bucket > 1).collect();
@@ -221,7 +224,7 @@ fn variants(subject: &Subject) -> Vec<(String, Factor)> {
         variants.push((format!("{chunk} prefill rows a step"), Factor { chunk, ..Factor::PLAIN }));
     }
     if config.max_slots > 1 {
-        variants.push(("beside joiners".into(), Factor { neighbours: 1, joiners: 12, ..Factor::PLAIN }));
+        variants.push(("beside joiners".into(), Factor { neighbours: 1, joiners: JOINERS, ..Factor::PLAIN }));
     }
     variants
 }

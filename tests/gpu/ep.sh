@@ -9,9 +9,8 @@ ep2_flags=(--device cuda --ep 2 --devices 0,1)
 
 # verdict NAME OK REASON SECONDS: a line of the table for what no probe judges.
 verdict() {
-  local word=pass
-  [ "$2" = 1 ] || { word=FAIL failed=1; }
-  table+=$(printf '%-4s %4d s  %s  %s' "$word" "$4" "$1" "$3")$'\n'
+  number=$((number + 1))
+  note "$([ "$2" = 1 ] && echo pass || echo FAIL)" "$4" "$1  $3"
 }
 
 # serve_until_exit NAME LIMIT FLAGS…: starts a server; once it is ready sends one request; waits for its exit, at most LIMIT seconds.
@@ -88,7 +87,6 @@ ep_shared() {
   local model transport
   local small=(--kv-memory 1GiB --max-slots 32 --prefill-chunk 512)
   for model in $sparse; do
-    # Alone: it watches the GPU's free memory.
     run "ep-readiness-p2p-shared-$model" graph-readiness "tests/models/$model" "${ep_shared_flags[@]}" "${small[@]}" --transport p2p --no-canary
   done
   for model in $sparse; do

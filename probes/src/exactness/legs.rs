@@ -8,7 +8,7 @@ use serde::Serialize;
 use sha2::{Digest, Sha256};
 use slotgraph_graphs::device::{Device, DeviceError};
 use slotgraph_graphs::spec::SamplingSpec;
-use slotgraph_graphs::step::EndReason;
+use slotgraph_graphs::step::{EndReason, StepOutput};
 use slotgraph_runtime::trace::sha256_of_ids;
 use slotgraph_server::tokenizer::Tokenizer;
 use std::sync::Arc;
@@ -22,9 +22,14 @@ pub struct Factor {
     pub neighbours: usize,
     /// Most prefill rows a step.
     pub chunk: usize,
-    /// Requests for one token that take the neighbour's seat one after the other while the case decodes.
+    /// Requests for one token, with prompts of 1 token to `JOINER_TOKENS`, that take the first neighbour's seat one after the other while
+    /// the case decodes.
     pub joiners: usize,
 }
+
+/// Longest prompt of a joiner, and its rows a step.
+const JOINER_TOKENS: usize = 2000;
+const JOINER_ROWS: usize = 160;
 
 impl Factor {
     /// The smallest bucket that fits, nobody else, prompts in steps as large as there are.
@@ -83,6 +88,31 @@ pub fn first_different(base: &CaseAnswer, other: &CaseAnswer) -> Option<FirstDif
     })
 }
 
+/// What the rows said so far, by seat.
+struct Heard {
+    rows: Vec<(Vec<u32>, Vec<u32>, Option<EndReason>)>,
+    /// Local and remote.
+    routes: (u64, u64),
+}
+
+impl Heard {
+    fn take(&mut self, output: &StepOutput) {
+        self.routes.0 += output.routes_local;
+        self.routes.1 += output.routes_remote;
+        for record in &output.records {
+            let (ids, logprobs, ended) = &mut self.rows[record.slot.0 as usize];
+            ids.push(record.token);
+            logprobs.push(record.logprob.to_bits());
+            *ended = ended.or(record.ended);
+        }
+    }
+
+    /// Whether every seat from `first` on is done.
+    fn all_ended(&self, first: usize) -> bool {
+        self.rows[first..].iter().all(|(.., ended)| ended.is_some())
+    }
+}
+
 /// Runs one case under one factor.
 pub fn run<D: Device>(
     driver: &mut Driver<D>,
@@ -107,30 +137,27 @@ pub fn run<D: Device>(
         choice: row as u32,
     }));
     let longest = seated.iter().map(|s| s.prompt.len()).max().unwrap_or(1);
-    let mut rows: Vec<(Vec<u32>, Vec<u32>, Option<EndReason>)> = vec![Default::default(); seated.len()];
-    let mut routes = (0, 0);
-    let mut hear = |output: &slotgraph_graphs::step::StepOutput| {
-        routes.0 += output.routes_local;
-        routes.1 += output.routes_remote;
-        for record in &output.records {
-            let (ids, logprobs, ended) = &mut rows[record.slot.0 as usize];
-            ids.push(record.token);
-            logprobs.push(record.logprob.to_bits());
-            *ended = ended.or(record.ended);
-        }
-    };
+    let mut heard = Heard { rows: vec![Default::default(); seated.len()], routes: (0, 0) };
     driver.bucket_floor = factor.bucket;
-    let context = (longest + case.output_len + 1).min(driver.limits().max_model_len);
-    driver.seat(seated, context);
-    driver.prefill(factor.chunk, &mut hear)?;
+    let most = driver.limits().max_model_len;
+    // A joiner's prompt and its one token.
+    let joiner_tokens = JOINER_TOKENS.min(most - 1);
+    let room = if factor.joiners > 0 { joiner_tokens + 1 } else { 0 };
+    driver.seat(seated, (longest + case.output_len + 1).max(room).min(most));
+    driver.prefill(factor.chunk, |output| heard.take(output))?;
     for number in 0..factor.joiners {
-        // Lengths around a page, a few rows a step beside the case's own.
+        if heard.all_ended(factor.neighbours) {
+            break;
+        }
         driver.leave(0);
-        let tokens = (1 + 16 * number).min(longest);
-        driver.join(0, stranger(1000 + number, tokens, 1), 24, &mut hear)?;
+        let tokens = 1 + joiner_tokens.saturating_sub(1) * number / factor.joiners.max(2).saturating_sub(1);
+        driver.join(0, stranger(1000 + number, tokens, 1), JOINER_ROWS, |output| heard.take(output))?;
     }
-    driver.decode(case.output_len - 1, &mut hear)?;
+    if !heard.all_ended(factor.neighbours) {
+        driver.decode(case.output_len - 1, |output| heard.take(output))?;
+    }
     driver.bucket_floor = 0;
+    let Heard { mut rows, routes } = heard;
     let answer = |(ids, logprob_bits, ended): (Vec<u32>, Vec<u32>, Option<EndReason>)| {
         let stop = matches!(ended, Some(EndReason::Eos | EndReason::StopId));
         let shown =
@@ -145,7 +172,7 @@ pub fn run<D: Device>(
             logprob_bits,
         }
     };
-    let rows = rows.split_off(factor.neighbours).into_iter().map(answer).collect();
+    let rows: Vec<RowAnswer> = rows.split_off(factor.neighbours).into_iter().map(answer).collect();
     Ok(CaseAnswer { rows, routes_local: routes.0, routes_remote: routes.1 })
 }
 
