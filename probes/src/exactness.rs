@@ -26,6 +26,7 @@ use slotgraph_server::tokenizer::Tokenizer;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Compare every leg with the base leg bit for bit, and the base leg with an oracle.
 #[derive(Debug, clap::Args)]
@@ -52,6 +53,9 @@ pub struct Args {
     /// GPUs of those legs, one a rank [default: 0, 1, …]; one named twice is shared.
     #[arg(long, value_delimiter = ',')]
     ep_devices: Vec<String>,
+    /// Devices at a time: legs that do not fill a GPU share it.
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    side_by_side: usize,
     /// Mean |Δlogprob| against the oracle, teacher-forced, prompts of at most 512 tokens.
     #[arg(long)]
     mean_limit: Option<f64>,
@@ -130,6 +134,7 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
     let cuda = subject.config.device == DeviceKind::Cuda;
     let base =
         if cuda { run.subject(|settings| settings.cuda_graph = Some("off".into()))? } else { run.subject(|_| {})? };
+    let base = Arc::new(base);
     let prepared = match base.device() {
         Ok(prepared) => prepared,
         Err(none) => return none.end(draft),
@@ -143,51 +148,36 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
         return Ok(Outcome::Evidence(Box::new(draft.finish())));
     };
     let judgement = args.oracle.is_some().then(|| run.judge(&base, &mut driver, &truth)).transpose()?;
-    run.add(&mut legs, &base, &mut driver, "again", Kind::Repeat, Factor::PLAIN);
-    run.add_scored(&mut legs, &mut driver, "scored", Kind::Bucket, &truth);
-    let variants = variants(&base);
-    for (name, factor) in &variants {
-        run.add(&mut legs, &base, &mut driver, name, Kind::Bucket, *factor);
-    }
     drop(driver);
-    for (name, subject) in run.switches(cuda)? {
-        let inner = name == GRAPH && args.legs.iter().any(|leg| leg.starts_with(GRAPH));
-        if !inner && !run.wants(&name) {
-            continue;
-        }
-        let mut driver = match subject.device() {
-            Ok(prepared) => prepared.into_driver(),
-            Err(none) => {
-                legs.failed.push(format!("{name}: {none}"));
-                continue;
-            }
-        };
-        let kind = if cuda { Kind::Graph } else { Kind::Bucket };
-        run.add(&mut legs, &subject, &mut driver, &name, kind, Factor::PLAIN);
-        if name == GRAPH {
-            run.add(&mut legs, &subject, &mut driver, "graph, again", kind, Factor::PLAIN);
-            run.add_scored(&mut legs, &mut driver, "graph, scored", kind, &truth);
-            for (name, factor) in &variants {
-                run.add(&mut legs, &subject, &mut driver, &format!("graph, {name}"), kind, *factor);
-            }
-        }
-    }
-    for (name, kind, subject) in run.rank_subjects(&base)? {
-        if !run.wants(&name) {
-            continue;
-        }
-        match subject.device() {
-            Ok(prepared) => {
-                run.add(&mut legs, &subject, &mut prepared.into_driver(), &name, kind, Factor::PLAIN);
-            }
-            Err(none) => legs.failed.push(format!("{name}: {none}")),
-        }
-    }
+    let tasks = run.tasks(&base, cuda)?;
+    run.work_off(&tasks, &truth, &mut legs);
     let pairs: Vec<Pair> = legs.done.iter().map(|leg| pair(&cases, &truth, leg)).collect();
     record(&mut draft, &truth, &cases, &pairs, judgement.as_ref());
     draft.check("every_leg_ran", legs.failed.is_empty(), legs.failed.join("; "));
     draft.canary(run.canary(&base, &truth)?);
     Ok(Outcome::Evidence(Box::new(draft.finish())))
+}
+
+/// Legs that share a device.
+struct Task {
+    subject: Arc<Subject>,
+    items: Vec<Item>,
+}
+
+/// One leg to run.
+#[derive(Clone)]
+struct Item {
+    name: String,
+    kind: Kind,
+    what: What,
+}
+
+#[derive(Clone, Copy)]
+enum What {
+    /// The cases, under a factor.
+    Asked(Factor),
+    /// The base's answers, in one pass each.
+    Scored,
 }
 
 /// The leg that replays captured graphs.
@@ -247,20 +237,78 @@ impl Run<'_> {
         self.args.legs.is_empty() || self.args.legs.iter().any(|leg| leg == name)
     }
 
-    fn add(&self, legs: &mut Legs, subject: &Subject, driver: &mut AnyDriver, name: &str, kind: Kind, factor: Factor) {
-        if self.wants(name) {
-            let leg = self.leg(subject, driver, name, kind, factor);
+    /// Every leg that is wanted, with those that share a device together; a device that stands beside others gets fewer.
+    fn tasks(&self, base: &Arc<Subject>, cuda: bool) -> Result<Vec<Task>, ProbeError> {
+        const ITEMS_BESIDE_OTHERS: usize = 6;
+        let mut all = vec![(base.clone(), self.items("", Kind::Bucket, base))];
+        for (name, subject) in self.switches(cuda)? {
+            let kind = if cuda { Kind::Graph } else { Kind::Bucket };
+            let mut items = vec![Item { name: name.clone(), kind, what: What::Asked(Factor::PLAIN) }];
+            if name == GRAPH {
+                items.extend(self.items("graph, ", kind, base));
+            }
+            all.push((Arc::new(subject), items));
+        }
+        for (name, kind, subject) in self.rank_subjects(base)? {
+            all.push((Arc::new(subject), vec![Item { name, kind, what: What::Asked(Factor::PLAIN) }]));
+        }
+        let mut tasks = Vec::new();
+        for (subject, mut items) in all {
+            items.retain(|item| self.wants(&item.name));
+            let most = if self.args.side_by_side > 1 { ITEMS_BESIDE_OTHERS } else { items.len().max(1) };
+            tasks.extend(items.chunks(most).map(|items| Task { subject: subject.clone(), items: items.to_vec() }));
+        }
+        Ok(tasks)
+    }
+
+    /// The base's legs or the graph's: the same once more, scored, and every variant.
+    fn items(&self, prefix: &str, kind: Kind, base: &Subject) -> Vec<Item> {
+        let item = |name: &str, kind, what| Item { name: format!("{prefix}{name}"), kind, what };
+        let repeat = if kind == Kind::Bucket { Kind::Repeat } else { kind };
+        let mut items = vec![item("again", repeat, What::Asked(Factor::PLAIN)), item("scored", kind, What::Scored)];
+        items.extend(variants(base).into_iter().map(|(name, factor)| item(&name, kind, What::Asked(factor))));
+        items
+    }
+
+    /// Works the tasks off, `--side-by-side` at a time, each with a device of its own on a thread of its own.
+    fn work_off(&self, tasks: &[Task], truth: &Leg, legs: &mut Legs) {
+        let next = AtomicUsize::new(0);
+        let work = || {
+            let mut done = Vec::new();
+            loop {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                let Some(task) = tasks.get(index) else { return done };
+                done.push((index, self.work(task, truth)));
+            }
+        };
+        let mut all: Vec<(usize, Vec<Result<Leg, String>>)> = std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..self.args.side_by_side.max(1)).map(|_| scope.spawn(work)).collect();
+            let join = |worker: std::thread::ScopedJoinHandle<'_, Vec<_>>| match worker.join() {
+                Ok(done) => done,
+                Err(panic) => std::panic::resume_unwind(panic),
+            };
+            workers.into_iter().flat_map(join).collect()
+        });
+        all.sort_by_key(|(index, _)| *index);
+        for leg in all.into_iter().flat_map(|(_, legs)| legs) {
             let leg = legs.take(leg);
             legs.done.extend(leg);
         }
     }
 
-    fn add_scored(&self, legs: &mut Legs, driver: &mut AnyDriver, name: &str, kind: Kind, truth: &Leg) {
-        if self.wants(name) {
-            let leg = self.scored(driver, name, kind, truth);
-            let leg = legs.take(leg);
-            legs.done.extend(leg);
-        }
+    fn work(&self, task: &Task, truth: &Leg) -> Vec<Result<Leg, String>> {
+        let mut driver = match task.subject.device() {
+            Ok(prepared) => prepared.into_driver(),
+            Err(none) => {
+                let names: Vec<&str> = task.items.iter().map(|item| item.name.as_str()).collect();
+                return vec![Err(format!("{}: {none}", names.join(", ")))];
+            }
+        };
+        let mut run = |item: &Item| match item.what {
+            What::Asked(factor) => self.leg(&task.subject, &mut driver, &item.name, item.kind, factor),
+            What::Scored => self.scored(&mut driver, &item.name, item.kind, truth),
+        };
+        task.items.iter().map(&mut run).collect()
     }
 
     /// Subjects whose modes and rollback switches differ from the base's.

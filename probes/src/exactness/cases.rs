@@ -208,6 +208,19 @@ mod tests {
     }
 
     #[test]
+    fn every_case_file_is_whole() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/cases");
+        let files: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert!(files.len() >= 5);
+        for file in files {
+            let name = file.display().to_string();
+            let (_, cases) = parse(&name, &std::fs::read(&file).unwrap(), &Tokenizer::bytes_only(2048)).unwrap();
+            let longest = |case: &Case| case.prompts.iter().map(Vec::len).max().unwrap() + case.output_len;
+            assert!(cases.iter().all(|case| longest(case) <= 8192), "{name}");
+        }
+    }
+
+    #[test]
     fn a_case_without_a_prompt_or_with_too_few_is_refused() {
         for bad in [r#"{"id":"x","output_len":1}"#, r#"{"id":"x","output_len":1,"batch_size":2,"prompts":["a"]}"#] {
             let set = format!(r#"{{"schema":2,"description":"","cases":[{bad}]}}"#);
