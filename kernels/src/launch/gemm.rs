@@ -287,7 +287,7 @@ pub(super) enum WholeForm {
 }
 
 impl WholeForm {
-    pub fn choose(shape: &Shape, rows: usize) -> WholeForm {
+    pub fn choose(shape: &Shape, rows: usize, gpu: &GpuFacts) -> WholeForm {
         let resident = |token_tiles: usize| {
             let bytes = 128 + token_tiles * 8 * shape.shared_stride() * 2;
             let blocks_per_sm = if bytes <= 110 * 1024 { 2 } else { 1 };
@@ -296,7 +296,7 @@ impl WholeForm {
         let token_tiles = rows.div_ceil(8).next_power_of_two().min(RESIDENT_ROWS_MAX / 8);
         let (tiling, bytes) = resident(token_tiles);
         let stageable = shape.k_tiles().is_multiple_of(4);
-        if bytes <= RESIDENT_BYTES_MAX && (rows <= RESIDENT_ROWS_MAX || !stageable) {
+        if bytes <= RESIDENT_BYTES_MAX.min(gpu.shared_max) && (rows <= RESIDENT_ROWS_MAX || !stageable) {
             return WholeForm::Resident { tiling, bytes };
         }
         if !stageable {
@@ -330,7 +330,7 @@ impl NormedWhole {
     /// `args` makes the arguments from that of the activations.
     fn launches(&self, gpu: &GpuFacts, args: impl Fn(Arg) -> Vec<Arg>) -> Result<Vec<Launch>, LaunchError> {
         let NormedWhole { op, source, shape, rows, x, norm, eps, row_of } = *self;
-        let form = WholeForm::choose(&shape, rows);
+        let form = WholeForm::choose(&shape, rows, gpu);
         let (tiling, bytes, staged) = match form {
             WholeForm::Resident { tiling, bytes } => (tiling, bytes, false),
             WholeForm::Staged { tiling, bytes } => (tiling, bytes, true),
