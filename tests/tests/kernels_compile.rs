@@ -17,7 +17,7 @@ use slotgraph_kernels::{Op, cuda_sources, pack};
 use slotgraph_runtime::checkpoint::Checkpoint;
 use slotgraph_runtime::config::{Config, Machine, Settings};
 use slotgraph_tests::{MODELS, model as bundled, shape};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 /// Real shapes: their weights are dummies, and nothing of them is read here.
@@ -86,6 +86,22 @@ fn other_architectures_compile_for_the_real_shapes() {
     none(faults);
 }
 
+/// Without a compiler: every op of every model has a launch on every architecture, in every bucket.
+#[test]
+fn every_launch_fits_its_architecture() {
+    let shapes = SHAPES.map(|name| Checkpoint::dummy(&shape(name), 0).unwrap());
+    let models = MODELS.map(|(name, _)| Checkpoint::open(&bundled(name)).unwrap());
+    let mut faults = Vec::new();
+    for (arch, _, shared_kib, _) in ARCHITECTURES {
+        let mut asked = Asked::default();
+        shapes.iter().chain(&models).for_each(|checkpoint| asked.add(checkpoint, None, arch));
+        faults.extend(asked.refused);
+        let wide = asked.uses.iter().filter(|(_, used)| used.shared_max as usize > shared_kib * 1024);
+        faults.extend(wide.map(|(kernel, used)| format!("{arch} {kernel:?}: {} bytes", used.shared_max)));
+    }
+    none(faults);
+}
+
 fn none(faults: Vec<String>) {
     assert!(faults.is_empty(), "{} faults\n{}", faults.len(), faults.join("\n"));
 }
@@ -103,6 +119,8 @@ struct Asked {
     units: Vec<Unit>,
     by_text: BTreeMap<String, usize>,
     uses: BTreeMap<Kernel, Use>,
+    /// Ops that the architecture has no room for.
+    refused: BTreeSet<String>,
 }
 
 impl Asked {
@@ -193,7 +211,7 @@ impl Compiler {
             start.elapsed()
         );
         let shared_of_machine = ARCHITECTURES.iter().find(|(name, ..)| *name == arch).expect("a known target").3 * 1024;
-        let mut wrong = Vec::new();
+        let mut wrong: Vec<String> = asked.refused.iter().cloned().collect();
         for (kernel, used) in &asked.uses {
             let cubin = &cubins[used.unit];
             let uses = function_uses(&cubin.log);
