@@ -107,7 +107,7 @@ struct Draw {
   float presence, frequency, repetition, temperature;
   bool random;
 
-  DI u32 word(int field) const { return ld_act_u32(params + field); }
+  DI u32 word(int field) const { return ld_early_u32(params + field); }
   DI float number(int field) const { return __uint_as_float(word(field)); }
   /* A logit after penalties and temperature. */
   DI float value(float l, u32 id) const {
