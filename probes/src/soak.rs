@@ -192,8 +192,8 @@ fn judge(draft: &mut Draft, args: &Args, soaked: &Soaked, lasted: f64) {
     draft.check("quiet_after_each_bucket", all(|b| b.quiet), format!("{} pages lost", soaked.leaked_pages));
     let cancelled = sum(|b| b.left);
     let share = cancelled as f64 / sent.max(1) as f64;
-    // Three standard deviations of that many draws, or five hundredths.
-    let luck = 3.0 * (args.cancels * (1.0 - args.cancels) / sent.max(1) as f64).sqrt();
+    // Five standard deviations of that many draws, or five hundredths.
+    let luck = 5.0 * (args.cancels * (1.0 - args.cancels) / sent.max(1) as f64).sqrt();
     draft.check(
         "cancels_as_asked",
         (share - args.cancels).abs() <= luck.max(0.05),
