@@ -31,7 +31,6 @@ struct __align__(16) V4 { u32 x, y, z, w; };
 struct __align__(16) F4 { float x, y, z, w; };
 
 DI int min_of(int a, int b) { return a < b ? a : b; }
-DI int max_of(int a, int b) { return a > b ? a : b; }
 DI constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 /* ---- bf16: round to nearest even ---- */
@@ -102,7 +101,6 @@ DI u32 ld_fresh_u32(const u32* at) {
   asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
-DI float ld_fresh_f32(const float* at) { return __uint_as_float(ld_fresh_u32((const u32*)at)); }
 DI V2 ld_fresh8(const void* at) {
   V2 v;
   asm volatile("ld.volatile.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
@@ -119,7 +117,6 @@ DI u32 ld_relaxed_u32(const u32* at) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
-DI void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 /* ---- stores ---- */
 DI void st_u32(u32* at, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
@@ -164,7 +161,6 @@ DI void add_counter(u32* counter, u32 amount) { atomicAdd(counter, amount); }
 DI void or_bits(u32* word, u32 bits) { atomicOr(word, bits); }
 /* In shared memory; integers, so the order does not matter. */
 DI void add_shared(u32* word, u32 amount) { atomicAdd(word, amount); }
-DI void or_shared(u32* word, u32 bits) { atomicOr(word, bits); }
 DI void xor_shared(u32* word, u32 bits) { atomicXor(word, bits); }
 DI u64 global_time_ns() {
   u64 t;
@@ -180,9 +176,6 @@ DI V4 ld_system16(const void* at) {
   V4 v;
   asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
   return v;
-}
-DI void st_system16(void* at, V4 v) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 DI u32 ld_acquire_system(const u32* at) {
   u32 v;

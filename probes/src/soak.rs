@@ -190,14 +190,12 @@ fn judge(draft: &mut Draft, args: &Args, soaked: &Soaked, lasted: f64) {
     );
     draft.check("clean_follow_up", all(|b| b.clean_follow_up), "the canary after each bucket");
     draft.check("quiet_after_each_bucket", all(|b| b.quiet), format!("{} pages lost", soaked.leaked_pages));
-    let cancelled = sum(|b| b.left);
-    let share = cancelled as f64 / sent.max(1) as f64;
-    // Five standard deviations of that many draws, or five hundredths.
-    let luck = 5.0 * (args.cancels * (1.0 - args.cancels) / sent.max(1) as f64).sqrt();
+    // The draw is the seed's: what the soak must do is leave where it was drawn to, unless the answer ended first.
+    let (left, leavers) = (sum(|b| b.left), sum(|b| b.leavers));
     draft.check(
         "cancels_as_asked",
-        (share - args.cancels).abs() <= luck.max(0.05),
-        format!("{:.1} % left", 100.0 * share),
+        left <= leavers && 10 * left >= 9 * leavers && (leavers > 0 || args.cancels == 0.0),
+        format!("{left} of {leavers} left, {:.1} % of all", 100.0 * left as f64 / sent.max(1) as f64),
     );
 
     let settled: Vec<&Bucket> = buckets.iter().filter(|b| b.ends_s > args.settle as f64).collect();

@@ -29,6 +29,8 @@ impl From<&Args> for Mix {
 pub struct Done {
     pub id: String,
     pub prompt: Vec<u32>,
+    /// Whether its client was to leave before the end.
+    pub leaver: bool,
     pub completion: Completion,
 }
 
@@ -91,7 +93,7 @@ pub async fn work(mix: Mix, target: &Target, bucket: usize, streams: usize, unti
                     }
                     Err(error) => Completion::unsent(error.to_string()),
                 };
-                done.push(Done { id, prompt, completion });
+                done.push(Done { id, prompt, leaver: leave != Leave::Never, completion });
             }
             done
         });
@@ -146,4 +148,18 @@ pub async fn canary(target: &Target) -> Option<String> {
     });
     let answer = target.server.post("/v1/completions", &body, deadline).await.ok()?.json().ok()?;
     answer["choices"][0]["text"].as_str().map(String::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_leave_as_asked_over_many_draws() {
+        let mix = Mix { seed: 1, cancels: 0.2, timeout: Duration::from_secs(1) };
+        let leaves = |number: &usize| draw(mix, "m", 64, number / 500, number % 500).2 != Leave::Never;
+        let left = (0..4000).filter(leaves).count() as f64;
+        let luck = 3.0 * (4000.0 * 0.2 * 0.8_f64).sqrt();
+        assert!((left - 800.0).abs() <= luck, "{left} of 4000");
+    }
 }

@@ -16,7 +16,8 @@ pub struct Bucket {
     pub ends_s: f64,
     pub requests: usize,
     pub completed: usize,
-    /// Clients that left on purpose.
+    /// Clients that were to leave, and those that did: an answer may end first.
+    pub leavers: usize,
     pub left: usize,
     pub failed: usize,
     pub timeouts: usize,
@@ -57,6 +58,7 @@ impl Bucket {
             ends_s: after.ends.as_secs_f64(),
             requests: sent.0.len(),
             completed: count(Outcome::Completed),
+            leavers: sent.0.iter().filter(|done| done.leaver).count(),
             left: count(Outcome::Left),
             failed: count(Outcome::Failed) + count(Outcome::Refused),
             timeouts: count(Outcome::Timeout),
