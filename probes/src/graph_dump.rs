@@ -7,6 +7,7 @@ use crate::evidence::{Canary, Draft};
 use crate::subject::{Subject, SubjectArgs};
 use serde_json::{Value, json};
 use slotgraph_graphs::cuda::NodeInfo;
+use slotgraph_graphs::cuda::nodes::NodeKind;
 use std::path::PathBuf;
 
 /// Print a captured graph: node → op → buffers.
@@ -47,7 +48,14 @@ fn examine(args: &DumpArgs, subject: &Subject) -> Result<Outcome, ProbeError> {
     Ok(Outcome::Text(match args.format.as_str() {
         "dot" => dot(bucket, &nodes),
         _ => {
-            let dump = json!({"schema": 1, "kind": "slotgraph_graph_dump", "model": subject.checkpoint.name, "bucket": bucket, "nodes": nodes});
+            let (library, own): (Vec<_>, Vec<_>) = nodes.iter().partition(|node| node.library);
+            let kernels = library.iter().filter(|node| node.kind == NodeKind::Kernel).count();
+            let counts =
+                json!({"launches": own.len(), "library_kernels": kernels, "library_nodes": library.len() - kernels});
+            let dump = json!({
+                "schema": 1, "kind": "slotgraph_graph_dump", "model": subject.checkpoint.name, "bucket": bucket, "counts": counts,
+                "nodes": nodes,
+            });
             serde_json::to_string_pretty(&dump).expect("nodes are plain data") + "\n"
         }
     }))
@@ -59,6 +67,7 @@ fn dot(bucket: usize, nodes: &[NodeInfo]) -> String {
         let op = match &node.op {
             Some((_, op, Some(layer))) => format!("{layer}.{op}"),
             Some((_, op, None)) => (*op).to_string(),
+            None if node.library => format!("NCCL's {:?}", node.kind).to_lowercase(),
             None => format!("{:?}", node.kind),
         };
         let buffers: Vec<String> = node.pointers.iter().map(|(_, region, _)| region.clone()).collect();
@@ -152,6 +161,7 @@ mod tests {
                 let Outcome::Text(text) = examine(&json, subject).unwrap() else { panic!("text") };
                 let dump: Value = serde_json::from_str(&text).unwrap();
                 let nodes = dump["nodes"].as_array().unwrap();
+                assert_eq!(dump["counts"], json!({"launches": nodes.len(), "library_kernels": 0, "library_nodes": 0}));
                 assert!(
                     nodes.iter().all(|node| node["op"].is_array() && !node["pointers"].as_array().unwrap().is_empty())
                 );

@@ -1,20 +1,20 @@
 //! One captured graph: the launches of one bucket's program as a single launch.
 //!
 //! Made by `prepare`, replayed by `CudaDevice`. **Invariants:** a capture that was begun is ended, whatever happens inside; the
-//! nodes are exactly the program's calls, in order, with the same arguments; the audit found nothing; the graph drops before
-//! the memory that it names.
+//! nodes are exactly the program's calls, in order, with the same arguments, and where it has a collective, the library's; no node of a
+//! library stands on a programmatic edge; the audit found nothing; the graph drops before the memory that it names.
 
 use super::error::{CallError, CudaError, During, check};
 use super::exchange::Exchanger;
 use super::gpu::{Gpu, count};
 use super::ledger::{Audit, Ledger, audit};
-use super::nodes::{NodeKind, Walk, walk};
-use super::program::Program;
+use super::nodes::{GraphNode, NodeKind, Walk, walk};
+use super::program::{Issue, Program};
 use cudarc::driver::sys;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Kernels of libraries, by the start of their names. Their parameters are the library's own; they are only compared.
+/// Kernels of NCCL, by the start of their names. Their parameters are the library's own; they are only compared.
 const FOREIGN_KERNELS: [&str; 4] = ["ncclDevKernel", "ncclKernel", "ncclSymk", "ncclSymDev"];
 
 /// What one capture took and gave.
@@ -29,6 +29,8 @@ pub struct GraphReport {
     /// Edges, and those of them that let a node start before the one before it has ended.
     pub edges: usize,
     pub programmatic_edges: usize,
+    /// Collectives of the plan that a library carries out.
+    pub collectives: usize,
     pub audit: Audit,
     /// Hash of the ledger at capture.
     pub ledger_hash: String,
@@ -67,6 +69,7 @@ impl Graph {
         graph.take_walk()?;
         graph.report.edges = graph.walk.edges.len();
         graph.report.programmatic_edges = graph.walk.edges.iter().filter(|(_, _, programmatic)| *programmatic).count();
+        graph.report.collectives = program.issues().filter(|(_, issue)| matches!(issue, Issue::Collective)).count();
         compare(&graph.walk, program).map_err(refused)?;
         graph.report.audit = audit(&graph.walk.nodes, ledger, is_foreign, is_memory);
         graph.report.ledger_hash = ledger.hash();
@@ -169,8 +172,13 @@ impl Drop for Graph {
     }
 }
 
+/// Whether a kernel is NCCL's. The driver gives names as C++ mangles them (`_Z31ncclDevKernel_AllGather_RING_LL24…`); ours are C's.
 pub(super) fn is_foreign(function: &str) -> bool {
-    FOREIGN_KERNELS.iter().any(|start| function.starts_with(start))
+    let plain = match function.strip_prefix("_Z") {
+        Some(mangled) => mangled.trim_start_matches(|character: char| character.is_ascii_digit()),
+        None => function,
+    };
+    FOREIGN_KERNELS.iter().any(|start| plain.starts_with(start))
 }
 
 /// Whether the driver knows `address` as memory of its own (device, or pinned host memory).
@@ -188,25 +196,96 @@ fn is_memory(address: u64) -> bool {
     code == sys::CUresult::CUDA_SUCCESS
 }
 
-/// That the kernel nodes are the program's calls, in order, with the same arguments.
+/// That the nodes which touch memory are the program's: its calls, in order, with the same arguments, and at each collective one kernel of the
+/// library or more, with its copies. Nodes that only order others may come with a collective and are the audit's to count.
 fn compare(walk: &Walk, program: &Program) -> Result<(), String> {
-    let own = |node: &&super::nodes::GraphNode| node.kind == NodeKind::Kernel && !is_foreign(&node.function);
-    let nodes: Vec<_> = walk.nodes.iter().filter(own).collect();
-    let calls: Vec<_> = program.calls().collect();
-    if nodes.len() != calls.len() {
-        return Err(format!("it has {} kernel nodes and its plan makes {} launches", nodes.len(), calls.len()));
+    let touches = |node: &&GraphNode| !matches!(node.kind, NodeKind::Other(_));
+    let is_kernel = |node: &GraphNode| node.kind == NodeKind::Kernel;
+    let is_library = |node: &GraphNode| !is_kernel(node) || is_foreign(&node.function);
+    let planned: Vec<_> = program.calls().collect();
+    let stranger = |node: &&GraphNode| !is_library(node) && planned.iter().all(|call| call.name != node.function);
+    if let Some(node) = walk.nodes.iter().filter(touches).find(stranger) {
+        return Err(format!("{} is neither a launch of its plan nor a kernel of NCCL", node.function));
     }
-    for (index, (node, call)) in nodes.iter().zip(calls).enumerate() {
-        if node.function != call.name || node.grid != call.grid || node.block != [call.block, 1, 1] {
+    let own = walk.nodes.iter().filter(touches).filter(|node| !is_library(node)).count();
+    if own != planned.len() {
+        return Err(format!("it has {own} kernel nodes of its plan, which makes {} launches", planned.len()));
+    }
+
+    let mut nodes = walk.nodes.iter().enumerate().filter(|(_, node)| touches(node)).peekable();
+    let mut issues = program.issues().peekable();
+    while let Some((op, issue)) = issues.next() {
+        let Issue::Call(call) = issue else {
+            // A collective may be cut into several kernels, so of some in a row only the sum can be told.
+            let mut wanted = 1;
+            while issues.next_if(|(_, issue)| matches!(issue, Issue::Collective)).is_some() {
+                wanted += 1;
+            }
+            let mut kernels = 0;
+            while let Some((_, node)) = nodes.next_if(|(_, node)| is_library(node)) {
+                kernels += usize::from(is_kernel(node));
+            }
+            if kernels < wanted {
+                return Err(format!("{} has {kernels} kernels of NCCL for {wanted} collectives", program.describe(op)));
+            }
+            continue;
+        };
+        let Some((index, node)) = nodes.next() else { return Err(format!("it ends before its {}", call.name)) };
+        if !is_kernel(node) || node.function != call.name || node.grid != call.grid || node.block != [call.block, 1, 1]
+        {
             return Err(format!("node {index} is {} where the plan launches {}", node.function, call.name));
         }
         if !node.parameters.iter().cloned().eq(call.parameters()) {
             return Err(format!("node {index} ({}) holds other arguments than its plan", call.name));
         }
     }
-    Ok(())
+    if let Some((index, node)) = nodes.next() {
+        return Err(format!("node {index} ({}) comes after the last of its plan", node.function));
+    }
+    compare_edges(walk)
+}
+
+/// That no programmatic edge leads into or out of a library's node: nothing there says when its successor may read what it wrote, or waits
+/// for what came before.
+fn compare_edges(walk: &Walk) -> Result<(), String> {
+    let own = |index: usize| {
+        let node = &walk.nodes[index];
+        node.kind == NodeKind::Kernel && !is_foreign(&node.function)
+    };
+    match walk.edges.iter().find(|(from, to, programmatic)| *programmatic && !(own(*from) && own(*to))) {
+        None => Ok(()),
+        Some((from, to, _)) => {
+            let function = |index: usize| &walk.nodes[index].function;
+            Err(format!(
+                "a programmatic edge leads from {} (node {from}) to {} (node {to})",
+                function(*from),
+                function(*to)
+            ))
+        }
+    }
 }
 
 fn micros(start: Instant) -> f64 {
     start.elapsed().as_secs_f64() * 1e6
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_of_nccl_are_known_mangled_and_plain() {
+        for name in [
+            // cuFuncGetName's, of libnccl 2.28.9.
+            "_Z31ncclDevKernel_AllGather_RING_LL24ncclDevKernelArgsStorageILm4096EE",
+            "_Z32ncclSymkDevKernel_AllGather_STMC21ncclSymkDevWorkArgs4K",
+            "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "ncclKernel_AllReduce_RING_LL_Sum_float",
+        ] {
+            assert!(is_foreign(name), "{name}");
+        }
+        for name in ["exchange", "moe_down", "_Z4nccl", "_Z9my_kernel13ncclDevKernel", "gather_ncclDevKernel"] {
+            assert!(!is_foreign(name), "{name}");
+        }
+    }
 }

@@ -49,7 +49,7 @@ pub use options::{
 };
 pub use prepare::{Allocated, Captured, Compiled, Connected, Loaded, Opened, Resolved, Warm};
 pub use probe::{NodeInfo, Observer, OpAt, Turn};
-pub use smoke::{SmokeReport, SmokeShape, smoke};
+pub use smoke::{SmokeReport, SmokeShape, WrongWord, smoke};
 pub use timing::{CopyRates, NodeTimes, OpTime};
 pub use weights::{Progress, WeightsReport};
 

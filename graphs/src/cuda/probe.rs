@@ -49,6 +49,8 @@ pub struct NodeInfo {
     pub shared_bytes: u32,
     /// Index in the plan, op name and layer; None for nodes that are not our kernels.
     pub op: Option<(usize, &'static str, Option<usize>)>,
+    /// A kernel of a library, or what came with one. Which op asked for it, its neighbours say.
+    pub library: bool,
     /// (parameter, region of the ledger, offset into it).
     pub pointers: Vec<(usize, String, u64)>,
     /// Nodes that this one follows, and whether the edge is programmatic.
@@ -180,6 +182,7 @@ impl CudaDevice {
                 block: node.block,
                 shared_bytes: node.shared_bytes,
                 op: op.map(placed),
+                library: !own,
                 pointers,
                 after: into_here.map(|(from, _, programmatic)| (*from, *programmatic)).collect(),
             });

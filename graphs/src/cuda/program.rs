@@ -48,6 +48,13 @@ impl Planned {
     }
 }
 
+/// One thing that a program puts on the stream.
+pub(super) enum Issue<'a> {
+    Call(&'a Call),
+    /// A collective of a library, which makes of it what nodes it will.
+    Collective,
+}
+
 /// A plan ready to run.
 pub(super) struct Program {
     pub bucket: usize,
@@ -105,12 +112,20 @@ impl Program {
 
     /// Every call in order, with the index of its op.
     pub fn calls_by_op(&self) -> impl Iterator<Item = (usize, &Call)> {
+        self.issues().filter_map(|(op, issue)| match issue {
+            Issue::Call(call) => Some((op, call)),
+            Issue::Collective => None,
+        })
+    }
+
+    /// Everything in order, with the index of its op.
+    pub fn issues(&self) -> impl Iterator<Item = (usize, Issue<'_>)> {
         self.work.iter().enumerate().flat_map(|(op, work)| {
-            let calls = match work {
-                Work::Launches(calls) => calls.as_slice(),
-                Work::Exchange(_) => &[],
+            let (calls, collective) = match work {
+                Work::Launches(calls) => (calls.as_slice(), None),
+                Work::Exchange(_) => (&[][..], Some(Issue::Collective)),
             };
-            calls.iter().map(move |call| (op, call))
+            calls.iter().map(Issue::Call).chain(collective).map(move |issue| (op, issue))
         })
     }
 

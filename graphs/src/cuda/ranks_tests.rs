@@ -19,7 +19,8 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(20);
-const NCCL_KERNEL: &str = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)";
+/// As the driver gives the name: mangled.
+const NCCL_KERNEL: &str = "_Z31ncclDevKernel_AllGather_RING_LL24ncclDevKernelArgsStorageILm4096EE";
 
 fn peers(ranks: usize) -> Transport {
     Transport::P2p(Meeting::new(ranks, LONG))
@@ -248,10 +249,15 @@ fn nccl_gathers_eager_and_captured_and_goes_in_order() {
                 assert_eq!((nccl.version.as_str(), nccl.path.parent()), ("2.28.9", Some(folder)));
                 if graph {
                     for made in &device.report().graphs {
-                        assert_eq!((made.audit.collectives, made.audit.pointers_unregistered), (2, 0));
+                        assert_eq!((made.collectives, made.audit.library_kernels, made.audit.library_nodes), (2, 2, 0));
+                        assert_eq!(made.audit.pointers_unregistered, 0);
                         assert!(made.audit.pointers_foreign > 0);
                         assert_eq!(device.recheck(made.bucket).unwrap().digest, made.audit.digest);
+                        check_library_nodes(&device, made.bucket, 1);
                     }
+                    // Stamps stand between its nodes too.
+                    let (_, times) = device.time_nodes(&step(10, 4)).unwrap();
+                    assert_eq!(times.ops.iter().filter(|time| time.op == "exchange").count(), 2);
                 }
             });
             for rank in 0..2 {
@@ -271,6 +277,67 @@ fn nccl_gathers_eager_and_captured_and_goes_in_order() {
             }
         }
     });
+}
+
+/// NCCL's kernels stand where the plan has its exchanges, `pieces` for each, and no programmatic edge leads into or out of one.
+fn check_library_nodes(device: &CudaDevice, bucket: usize, pieces: usize) {
+    let nodes = device.nodes(bucket).unwrap();
+    let library: Vec<usize> = (0..nodes.len()).filter(|&at| nodes[at].library).collect();
+    assert_eq!(library.len(), 2 * pieces);
+    for &at in &library {
+        assert_eq!((nodes[at].function.as_str(), nodes[at].op), (NCCL_KERNEL, None));
+        assert!(!nodes[at].after[0].1 && !nodes[at + 1].after[0].1, "bucket {bucket}, node {at}");
+    }
+    let plan = device.plan(bucket).unwrap();
+    for group in library.chunks(pieces) {
+        let before = nodes[group[0] - 1].op.unwrap().0;
+        assert!(matches!(plan.ops[before + 1].op, Op::Exchange(_)));
+        assert_eq!(nodes[group[pieces - 1] + 1].op.unwrap().0, before + 2);
+    }
+    assert!(nodes.iter().any(|node| node.after.iter().any(|(_, programmatic)| *programmatic)));
+}
+
+#[test]
+fn a_collective_may_be_cut_into_several_kernels() {
+    with_mocks("a_collective_may_be_cut_into_several_kernels", 2, "", "pieces 3\n", |_| {
+        let (transport, together) = (Transport::Nccl(Meeting::new(2, LONG)), Barrier::new(2));
+        on_threads(2, |rank| {
+            let mut device = CudaDevice::prepare(of_rank(rank, 2, &transport, false)).unwrap();
+            exchange_partials(&mut device, rank, 2, &together);
+            for made in &device.report().graphs {
+                assert_eq!((made.collectives, made.audit.library_kernels), (2, 6));
+                check_library_nodes(&device, made.bucket, 3);
+            }
+        });
+    });
+}
+
+/// A graph in which NCCL's part is not as it must be is refused in `capture`, by name.
+fn refused_over_nccl(name: &str, nccl: &str, wanted: &str) {
+    let driver = "function a_stranger 8 8 8 8 8 8\ncall a_stranger\n";
+    with_mocks(name, 2, driver, nccl, |_| {
+        let transport = Transport::Nccl(Meeting::new(2, LONG));
+        let errors = on_threads(2, |rank| CudaDevice::prepare(of_rank(rank, 2, &transport, false)).err().unwrap());
+        let told = errors.iter().find(|error| !error.is_of_another_rank()).unwrap().to_string();
+        assert!(told.contains("the graph of bucket 1") && told.contains(wanted), "{told}");
+    });
+}
+
+#[test]
+fn a_kernel_of_nobody_is_refused() {
+    refused_over_nccl("a_kernel_of_nobody_is_refused", "kernel a_stranger\n", "a_stranger is neither");
+}
+
+#[test]
+fn a_collective_that_left_no_kernel_is_refused() {
+    let wanted = "has 0 kernels of NCCL for 1 collectives";
+    refused_over_nccl("a_collective_that_left_no_kernel_is_refused", "pieces 0\n", wanted);
+}
+
+#[test]
+fn a_programmatic_edge_into_nccl_is_refused() {
+    let wanted = "a programmatic edge leads from";
+    refused_over_nccl("a_programmatic_edge_into_nccl_is_refused", "programmatic 1\n", wanted);
 }
 
 #[test]
@@ -404,7 +471,10 @@ fn the_collective_alone_is_tried_word_by_word() {
         let transport = Transport::Nccl(Meeting::new(2, LONG));
         for report in on_threads(2, |rank| smoke(&of_rank(rank, 2, &transport, false)).unwrap()) {
             assert_eq!(report.shapes.len(), 4);
-            assert!(report.shapes.iter().all(|shape| shape.exact && shape.collectives == 50), "{report:?}");
+            assert!(
+                report.shapes.iter().all(|shape| shape.fault().is_none() && shape.library_kernels == 50),
+                "{report:?}"
+            );
         }
         let error = smoke(&of_rank(0, 2, &peers(2), false)).unwrap_err();
         assert!(error.to_string().contains("only NCCL"), "{error}");

@@ -28,10 +28,41 @@ pub struct SmokeShape {
     /// Of one collective, on the host's clock, over a row of them.
     pub eager_us: f64,
     pub graph_us: f64,
-    /// Nodes of the graph, and kernels of the library among them.
+    /// Nodes of the graph, collectives that it was made from, and the library's kernels among the nodes.
     pub nodes: usize,
     pub collectives: usize,
+    pub library_kernels: usize,
     pub exact: bool,
+    /// The first word that was not as sent.
+    pub wrong: Option<WrongWord>,
+}
+
+impl SmokeShape {
+    /// What is wrong, if something is.
+    pub fn fault(&self) -> Option<String> {
+        let bytes = self.bytes_per_rank;
+        if let Some(WrongWord { mode, rank, at, got, wanted }) = self.wrong {
+            return Some(format!(
+                "{bytes} bytes, {mode}: word {at} of rank {rank} is {got:#010x}, sent was {wanted:#010x}"
+            ));
+        }
+        let (nodes, kernels, collectives) = (self.nodes, self.library_kernels, self.collectives);
+        (kernels < collectives).then(|| {
+            format!("{bytes} bytes: the graph has {nodes} nodes with {kernels} kernels of NCCL for {collectives} collectives")
+        })
+    }
+}
+
+/// A word that arrived as another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct WrongWord {
+    /// "eager" or "graph".
+    pub mode: &'static str,
+    /// The rank that sent it, and its index in what that rank sent.
+    pub rank: usize,
+    pub at: usize,
+    pub got: u32,
+    pub wanted: u32,
 }
 
 #[derive(Clone, Debug, serde::Serialize)]
@@ -92,7 +123,7 @@ impl Rig {
 
         self.exchange.run(&op, rows)?;
         self.exchange.wait(|| "the first collective".into())?;
-        let mut exact = self.arrived(rows)?;
+        let mut wrong = self.arrived("eager", rows)?;
         let began = Instant::now();
         for _ in 0..COLLECTIVES {
             self.exchange.run(&op, rows)?;
@@ -110,27 +141,35 @@ impl Rig {
         let replay = || unsafe { graph.launch() }.during(|| "replaying collectives".into());
         replay()?;
         self.exchange.wait(|| "a replay of collectives".into())?;
-        exact &= self.arrived(rows)?;
+        wrong = wrong.or(self.arrived("graph", rows)?);
         let began = Instant::now();
         replay()?;
         self.exchange.wait(|| "a replay of collectives".into())?;
         let graph_us = began.elapsed().as_secs_f64() * 1e6 / COLLECTIVES as f64;
         let nodes = &graph.walk.nodes;
-        let collectives = nodes.iter().filter(|node| super::graph::is_foreign(&node.function)).count();
-        Ok(SmokeShape { bytes_per_rank: 4 * words, eager_us, graph_us, nodes: nodes.len(), collectives, exact })
+        let library_kernels = nodes.iter().filter(|node| super::graph::is_foreign(&node.function)).count();
+        let (nodes, collectives, exact) = (nodes.len(), COLLECTIVES, wrong.is_none());
+        Ok(SmokeShape {
+            bytes_per_rank: 4 * words,
+            eager_us,
+            graph_us,
+            nodes,
+            collectives,
+            library_kernels,
+            exact,
+            wrong,
+        })
     }
 
-    /// Whether every rank's words are there; then they are wiped.
-    fn arrived(&mut self, rows: usize) -> Result<bool, CudaError> {
+    /// The first word of any rank that is not there; then all are wiped.
+    fn arrived(&mut self, mode: &'static str, rows: usize) -> Result<Option<WrongWord>, CudaError> {
         let words = rows * HIDDEN;
         let mut out = vec![0u32; words * self.ranks];
         // SAFETY: `gathered` holds the largest shape of every rank; the vector outlives the wait.
         unsafe { self.gpu.copy_out(out.as_mut_ptr().cast(), self.gathered.address, 4 * out.len()) }
             .and_then(|()| self.gpu.wait())
             .during(|| "reading the gathered words".into())?;
-        let right =
-            |(rank, part): (usize, &[u32])| part.iter().enumerate().all(|(at, got)| *got == word(rank, rows, at));
-        let exact = out.chunks_exact(words).enumerate().all(right);
+        let wrong = first_wrong(mode, rows, &out);
         // Nobody writes again before everybody has looked.
         self.exchange.barrier("the barrier after a look at gathered words")?;
         // SAFETY: the range is the allocation, whole words.
@@ -138,6 +177,44 @@ impl Rig {
             .and_then(|()| self.gpu.wait())
             .during(|| "wiping the gathered words".into())?;
         self.exchange.barrier("the barrier after a wipe of gathered words")?;
-        Ok(exact)
+        Ok(wrong)
+    }
+}
+
+/// The first of the gathered words that is not what its rank sent.
+fn first_wrong(mode: &'static str, rows: usize, gathered: &[u32]) -> Option<WrongWord> {
+    let words = rows * HIDDEN;
+    gathered.iter().enumerate().find_map(|(place, &got)| {
+        let (rank, at) = (place / words, place % words);
+        let wanted = word(rank, rows, at);
+        (got != wanted).then_some(WrongWord { mode, rank, at, got, wanted })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_wrong_word_is_named() {
+        let mut gathered: Vec<u32> = (0..2).flat_map(|rank| (0..HIDDEN).map(move |at| word(rank, 1, at))).collect();
+        assert_eq!(first_wrong("eager", 1, &gathered), None);
+        gathered[HIDDEN + 7] = 5;
+        let wrong = first_wrong("graph", 1, &gathered);
+        assert_eq!(wrong.map(|wrong| (wrong.mode, wrong.rank, wrong.at, wrong.got)), Some(("graph", 1, 7, 5)));
+        let shape = |wrong: Option<WrongWord>, library_kernels| SmokeShape {
+            bytes_per_rank: 8192,
+            eager_us: 1.0,
+            graph_us: 1.0,
+            nodes: 50,
+            collectives: 50,
+            library_kernels,
+            exact: wrong.is_none(),
+            wrong,
+        };
+        let said = shape(wrong, 50).fault().unwrap();
+        assert!(said.starts_with("8192 bytes, graph: word 7 of rank 1 is 0x00000005, sent was 0x"), "{said}");
+        assert_eq!(shape(None, 50).fault(), None);
+        assert!(shape(None, 0).fault().unwrap().contains("0 kernels of NCCL for 50 collectives"));
     }
 }

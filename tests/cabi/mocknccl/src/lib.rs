@@ -2,7 +2,9 @@
 //!
 //! For tests of the order of calls and of what is said when one fails. A collective is launched as a kernel of the mock driver, on its stream or
 //! into its capture, as NCCL does; it meets the other ranks and really gathers. What the mock knows comes from `mocknccl.conf` beside the
-//! library, a line each: `version 22809`; `fail CALL CODE`. Where there is a file `calls.log`, calls are added to it with their thread's name.
+//! library, a line each: `version 22809`; `fail CALL CODE`; `pieces N`: an all-gather is N kernels, the last of which gathers; `kernel NAME`:
+//! what they are called; `programmatic 1`: they stand on programmatic edges. Where there is a file `calls.log`, calls are added to it with their
+//! thread's name.
 //!
 //! Types and numbers are those of nccl.h, 2.28.
 
@@ -221,13 +223,20 @@ pub unsafe extern "C" fn ncclAllGather(
     }
     // SAFETY: by the caller's word.
     let kernel = unsafe { (*comm).kernel };
-    let entry = gather as extern "C" fn(u64, u64, u64, u64, u64);
-    driver::launch(
-        kernel,
-        stream,
-        [entry as usize as u64, comm as u64, send as u64, gathered as u64, 4 * count as u64, 0],
-    )
+    let pieces = configured("pieces").and_then(|text| text.parse().ok()).unwrap_or(1);
+    for piece in 1..=pieces {
+        let entry: extern "C" fn(u64, u64, u64, u64, u64) = if piece == pieces { gather } else { prepare };
+        let parameters = [entry as usize as u64, comm as u64, send as u64, gathered as u64, 4 * count as u64, 0];
+        let code = driver::launch(kernel, stream, parameters);
+        if code != SUCCESS {
+            return code;
+        }
+    }
+    SUCCESS
 }
+
+/// A piece before the last.
+extern "C" fn prepare(_: u64, _: u64, _: u64, _: u64, _: u64) {}
 
 /// What the launched kernel does, when the mock driver comes to it.
 extern "C" fn gather(comm: u64, send: u64, gathered: u64, bytes: u64, _: u64) {
@@ -262,9 +271,10 @@ mod driver {
         (!found.is_null()).then_some(found)
     }
 
-    /// The kernel of an all-gather, as NCCL names it.
+    /// The kernel of an all-gather, as the driver names NCCL's: mangled.
     pub fn kernel() -> Option<usize> {
-        let name = CString::new("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)").expect("no NUL");
+        let usual = "_Z31ncclDevKernel_AllGather_RING_LL24ncclDevKernelArgsStorageILm4096EE";
+        let name = CString::new(configured("kernel").unwrap_or_else(|| usual.into())).expect("no NUL");
         let mut function = 0usize;
         // SAFETY: the mock's function of this name has this type, and takes any module.
         let code = unsafe {
@@ -278,13 +288,16 @@ mod driver {
     /// Puts the kernel on `stream`, or into its capture.
     pub fn launch(function: usize, stream: *mut c_void, parameters: [u64; 6]) -> Code {
         let Some(launch) = symbol(c"cuLaunchKernelEx") else { return INVALID_ARGUMENT };
+        // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, set.
+        let mut attribute = [0u32; 18];
+        (attribute[0], attribute[2]) = (6, 1);
         let config = LaunchConfig {
             grid: [1; 3],
             block: [96, 1, 1],
             shared_bytes: 0,
             stream,
-            attributes: std::ptr::null(),
-            attribute_count: 0,
+            attributes: attribute.as_ptr().cast(),
+            attribute_count: c_uint::from(configured("programmatic").is_some()),
         };
         let pointers = parameters.each_ref().map(|parameter| std::ptr::from_ref(parameter).cast::<u8>());
         // SAFETY: the mock's function of this name has this type; the function has six parameters of eight bytes, and the mock copies them.
