@@ -1,16 +1,43 @@
-# Stages for expert parallelism, read by run.sh: ep-shared needs one GPU, which two ranks share; ep2 needs two and is ep2-core (graphs, bits,
-# speed) and ep2-gates (serving, failures, starts and stops).
-# usage: run.sh ep-shared | run.sh ep2     EP_CYCLES: starts and stops of ep2-gates (default 100)
+# Stages for expert parallelism, read by run.sh: ep-shared needs one GPU, which two ranks share; ep2 needs two. It is ep2-speed and ep2-shape
+# (the real shape's graphs), with the GPUs to themselves, and then lanes beside one another: ep2-bits (the demo model's graphs and bits) and
+# ep2-gates (serving, failures, starts and stops): two minutes and seven.
+# usage: run.sh ep-shared | run.sh ep2 | run.sh ep2-core (bits, shape, speed) | run.sh ep2-gates[=LANE,…]
+# lanes: soak reliability failures-p2p failures-nccl surroundings cycles; bits is one beside them.
+# EP_CYCLES: starts and stops (default 100; after every fifth a start that is killed); EP_LANES: side by side (4); EP_SEED: of the kills.
+# EP_SOAK: seconds of the soak (360).
+# EP_FLAGS and EP_TRANSPORTS replace the flags of a server and its two transports, to try this script without a GPU:
+#   EP_FLAGS='--device cpu --ep 2 --kv-memory 256MiB' EP_TRANSPORTS='host-staged host-staged' EP_CYCLES=6 tests/gpu/run.sh ep2-gates=cycles
 
 # Models with experts that the repository carries with their weights.
 sparse='shakespeare-dsv2 tiny-dsv2-grouped'
 ep_shared_flags=(--device cuda --ep 2 --devices 0,0 --allow-shared-device)
 ep2_flags=(--device cuda --ep 2 --devices 0,1)
+# Of servers that stand beside others.
+read -ra ep2_serving <<< "tests/models/shakespeare-dsv2 ${EP_FLAGS:-${ep2_flags[*]} --kv-memory 2GiB}"
+read -ra ep2_transports <<< "${EP_TRANSPORTS:-p2p nccl}"
 
 # verdict NAME OK REASON SECONDS: a line of the table for what no probe judges.
 verdict() {
   number=$((number + 1))
   note "$([ "$2" = 1 ] && echo pass || echo FAIL)" "$4" "$1  $3"
+}
+
+# serve_behind NAME FLAGS…: a server in the background; its process is $pid, is noted, and speaks to $out/NAME.log.
+serve_behind() {
+  local name=$1
+  shift
+  "$probe" serve --port 0 --served-model-name m "$@" > "$out/$name.log" 2>&1 &
+  pid=$!
+  echo $pid >> "$scratch/pids"
+}
+
+# Once the server of $pid is ready, its $address; fails when it leaves, or is not ready within two minutes.
+await_ready() {
+  local began=$SECONDS
+  until address=$(grep -ao 'http://[0-9.]*:[0-9]*' "$1" | head -n 1) && [ -n "$address" ] && curl -sf -m 2 "$address/health" > /dev/null; do
+    kill -0 "$pid" 2> /dev/null && [ $((SECONDS - began)) -lt 120 ] || return 1
+    sleep 0.1
+  done
 }
 
 # serve_until_exit NAME LIMIT FLAGS…: starts a server; once it is ready sends one request; waits for its exit, at most LIMIT seconds.
@@ -19,8 +46,7 @@ serve_until_exit() {
   local name=$1 limit=$2 pid began=$SECONDS address='' asked=0
   shift 2
   log=$out/$name.log
-  "$probe" serve --port 0 --served-model-name m "$@" > "$log" 2>&1 &
-  pid=$!
+  serve_behind "$name" "$@"
   while kill -0 $pid 2> /dev/null && [ $((SECONDS - began)) -lt "$limit" ]; do
     if [ $asked = 0 ]; then
       address=$(grep -ao 'http://[0-9.]*:[0-9]*' "$log" | head -n 1)
@@ -49,15 +75,10 @@ fails() {
 
 # stops NAME SIGNAL FLAGS…: one start, one answered request, one signal; the exit must be in order and within ten seconds.
 stops() {
-  local name=$1 signal=$2 pid began=$SECONDS address='' code=0 said=1
+  local name=$1 signal=$2 pid began address='' code=0 said=1
   shift 2
-  "$probe" serve --port 0 --served-model-name m "$@" > "$out/$name.log" 2>&1 &
-  pid=$!
-  until address=$(grep -ao 'http://[0-9.]*:[0-9]*' "$out/$name.log" | head -n 1) && [ -n "$address" ] \
-    && curl -sf -m 2 "$address/health" > /dev/null; do
-    kill -0 $pid 2> /dev/null && [ $((SECONDS - began)) -lt 120 ] || { said=0; break; }
-    sleep 0.1
-  done
+  serve_behind "$name" "$@"
+  await_ready "$out/$name.log" || said=0
   if [ $said = 1 ]; then
     curl -sf -m 20 "$address/v1/completions" -H 'Content-Type: application/json' -d '{"model": "m", "prompt": "ROMEO.", "max_tokens": 8}' \
       > "$out/$name.answer" || said=0
@@ -68,19 +89,36 @@ stops() {
   took=$((SECONDS - began))
   if kill -0 $pid 2> /dev/null; then kill -9 $pid; code=124; fi
   wait $pid 2> /dev/null || [ $code = 124 ] || code=$?
-  [ "$signal" = KILL ] && [ $code = 137 ] && code=0
   [ $said = 1 ] && [ $code = 0 ] && [ $took -le 10 ]
 }
 
-# What must not grow over starts and stops: processes on the GPUs, and files in shared memory.
-left_behind() { { ls /dev/shm; nvidia-smi --query-compute-apps=pid --format=csv,noheader 2> /dev/null; } | sort; }
-
-ep_failures() {
-  local kind=$1 transport=$2
+# killed NAME WHEN FLAGS…: one start and a kill -9, up to three seconds after the start or (WHEN is answering) up to one after it began to
+# answer. Up to then it must have been alive; gone it is at once, and `ep2_left_behind` looks for what it left.
+killed() {
+  local name=$1 when=$2 pid address='' code=0 millis=$((RANDOM % 3000)) busy=''
   shift 2
-  fails "$kind-rank-panics-$transport" 30 'rank 1' "$@" --transport "$transport" --fault rank-panic@1
-  fails "$kind-rank-stalls-$transport" 45 'rank 1|rank 0 waited|did not finish' "$@" --transport "$transport" --fault rank-stall@1
-  fails "$kind-start-stalls-$transport" 60 'rank 1' "$@" --transport "$transport" --init-timeout 8 --fault start-stall@1
+  serve_behind "$name" "$@"
+  if [ "$when" = answering ]; then
+    await_ready "$out/$name.log" || { kill -9 $pid 2> /dev/null; wait $pid 2> /dev/null; return 1; }
+    curl -s -m 60 "$address/v1/completions" -H 'Content-Type: application/json' \
+      -d '{"model": "m", "prompt": "ROMEO.", "max_tokens": 1500, "ignore_eos": true, "stream": true}' > "$out/$name.answer" 2>&1 &
+    busy=$!
+    millis=$((millis / 3))
+  fi
+  sleep "$(printf '%d.%03d' $((millis / 1000)) $((millis % 1000)))"
+  kill -9 $pid 2> /dev/null
+  wait $pid 2> /dev/null || code=$?
+  [ -z "$busy" ] || wait "$busy" 2> /dev/null
+  [ $code = 137 ]
+}
+
+# ep_failures NAME TRANSPORT FLAGS…: what a rank that fails, hangs or never starts must come to. NAME has an @ for which.
+ep_failures() {
+  local name=$1 transport=$2
+  shift 2
+  fails "${name/@/rank-panics}" 30 'rank 1' "$@" --transport "$transport" --fault rank-panic@1
+  fails "${name/@/rank-stalls}" 45 'rank 1|rank 0 waited|did not finish' "$@" --transport "$transport" --fault rank-stall@1
+  fails "${name/@/start-stalls}" 60 'rank 1' "$@" --transport "$transport" --init-timeout 15 --fault start-stall@1
 }
 
 ep_shared() {
@@ -99,7 +137,7 @@ ep_shared() {
   local serving=(tests/models/shakespeare-dsv2 "${ep_shared_flags[@]}" "${small[@]}")
   for transport in p2p host-staged; do
     stops_in_order "ep-shared-stops-$transport" TERM "${serving[@]}" --transport $transport
-    ep_failures ep-shared $transport "${serving[@]}"
+    ep_failures "ep-shared-@-$transport" $transport "${serving[@]}"
   done
   fails ep-shared-capture 60 'bucket 4' "${serving[@]}" --transport p2p --fault capture-fail@4
   fails ep-shared-nccl 20 'NCCL' "${serving[@]}" --transport nccl
@@ -107,50 +145,153 @@ ep_shared() {
 
 # One start and stop; in order, or the last line of what it said.
 stops_in_order() {
-  if stops "$@"; then verdict "$1" 1 'answered and left in order' "$took"; else verdict "$1" 0 "$(tail -n 1 "$out/$1.log" | cut -c1-240)" "$took"; fi
+  if stops "$@"; then verdict "$1" 1 'answered and left in order' "$took"; else verdict "$1" 0 "took $took s; $(tail -n 1 "$out/$1.log" | cut -c1-240)" "$took"; fi
 }
 
-ep2() { ep2_core && ep2_gates; }
+ep2() {
+  ep2_speed
+  ep2_shape
+  ep2_lanes bits soak reliability failures-p2p failures-nccl surroundings cycles
+}
 
 ep2_core() {
+  ep2_bits
+  ep2_shape
+  ep2_speed
+}
+
+ep2_gates() { ep2_lanes soak reliability failures-p2p failures-nccl surroundings cycles; }
+
+lite=(tests/shapes/deepseek-v2-lite --load-format dummy --max-model-len 4096)
+
+ep2_bits() {
   local model transport
-  local shape=(tests/shapes/deepseek-v2-lite --load-format dummy --max-model-len 4096)
   local legs=(--leg 'ep 2, host-staged, eager')
   for transport in nccl p2p; do legs+=(--leg "ep 2, $transport, eager" --leg "ep 2, $transport, graph"); done
   run ep2-smoke graph-readiness tests/models/shakespeare-dsv2 "${ep2_flags[@]}" --kv-memory 1GiB --transport nccl --nccl-smoke only
-  for transport in nccl p2p; do
-    run "ep2-readiness-$transport-shakespeare-dsv2" graph-readiness tests/models/shakespeare-dsv2 "${ep2_flags[@]}" --kv-memory 2GiB --transport $transport --no-canary
-    run "ep2-readiness-$transport-deepseek-v2-lite" graph-readiness "${shape[@]}" "${ep2_flags[@]}" --transport $transport --no-canary
-  done
   for model in $sparse; do
     run "ep2-exactness-$model" exactness "tests/models/$model" --device cuda --kv-memory 1GiB --ep-legs 2 --ep-devices 0,1 \
       --transport-legs host-staged,nccl,p2p "${legs[@]}"
   done
-  run ep2-bench-one-gpu bench-decode "${shape[@]}" --device cuda --rows 1,8,32,64,128 --context 64 --warmup 32 --steps 256 --repeats 2
-  for transport in p2p nccl; do
-    run "ep2-bench-$transport" bench-decode "${shape[@]}" "${ep2_flags[@]}" --transport $transport --rows 1,8,32,64,128 \
-      --context 64 --warmup 32 --steps 256 --repeats 2
-    run "ep2-attribution-$transport-b1" attribution "${shape[@]}" "${ep2_flags[@]}" --transport $transport --rows 1
-    run "ep2-attribution-$transport-b32" attribution "${shape[@]}" "${ep2_flags[@]}" --transport $transport --rows 32
+  for transport in nccl p2p; do
+    run "ep2-readiness-$transport-shakespeare-dsv2" graph-readiness tests/models/shakespeare-dsv2 "${ep2_flags[@]}" --kv-memory 2GiB --transport $transport \
+      --steps 40 --replays 200 --no-canary
   done
 }
 
-ep2_gates() {
-  local transport before after cycle bad=0 took=0 began
-  local serving=(tests/models/shakespeare-dsv2 "${ep2_flags[@]}" --kv-memory 2GiB)
-  run ep2-reliability http-reliability -- "${serving[@]}"
-  run ep2-soak soak --duration 360 --bucket 20 --settle 60 -- "${serving[@]}"
-  for transport in p2p nccl; do ep_failures ep2 $transport "${serving[@]}"; done
-  # What around the process goes wrong is named; what only slows NCCL down is survived.
-  NCCL_SOCKET_IFNAME=doesnotexist fails ep2-nccl-interface 60 'NCCL_SOCKET_IFNAME=doesnotexist' "${serving[@]}" --transport nccl
-  NCCL_P2P_DISABLE=1 stops_in_order ep2-nccl-without-p2p TERM "${serving[@]}" --transport nccl
-  CUDA_VISIBLE_DEVICES=0 fails ep2-one-visible 5 'CUDA_VISIBLE_DEVICES' "${serving[@]}" --transport nccl
-  CUDA_VISIBLE_DEVICES=1,0 stops_in_order ep2-reordered TERM "${serving[@]}" --transport p2p
-  fails ep2-three 5 '1, 2, 4 or 8' tests/models/shakespeare-dsv2 --device cuda --ep 3
-  before=$(left_behind) began=$SECONDS
-  for cycle in $(seq "${EP_CYCLES:-100}"); do
-    stops ep2-cycle "$( ((cycle % 10)) && echo TERM || echo KILL)" "${serving[@]}" --max-slots 8 --transport "$( ((cycle % 2)) && echo p2p || echo nccl)" || bad=$((bad + 1))
+ep2_shape() {
+  local transport
+  for transport in nccl p2p; do
+    run "ep2-readiness-$transport-deepseek-v2-lite" graph-readiness "${lite[@]}" "${ep2_flags[@]}" --kv-memory 4GiB --transport $transport \
+      --steps 16 --replays 100 --no-canary
   done
-  after=$(left_behind)
-  verdict ep2-cycles "$([ $bad = 0 ] && [ "$before" = "$after" ] && echo 1 || echo 0)" "$bad of ${EP_CYCLES:-100} went wrong; left behind: $(comm -13 <(echo "$before") <(echo "$after") | tr '\n' ' ')" $((SECONDS - began))
+}
+
+ep2_speed() {
+  local transport
+  run ep2-bench-one-gpu bench-decode "${lite[@]}" --device cuda --rows 1,8,32,64,128 --context 64 --warmup 32 --steps 256 --repeats 2
+  for transport in p2p nccl; do
+    run "ep2-bench-$transport" bench-decode "${lite[@]}" "${ep2_flags[@]}" --transport $transport --rows 1,8,32,64,128 \
+      --context 64 --warmup 32 --steps 256 --repeats 2
+    run "ep2-attribution-$transport-b1" attribution "${lite[@]}" "${ep2_flags[@]}" --transport $transport --rows 1
+    run "ep2-attribution-$transport-b32" attribution "${lite[@]}" "${ep2_flags[@]}" --transport $transport --rows 32
+  done
+}
+
+# What one lane does, one after the other. Processes take turns of some milliseconds on a GPU, and ranks that wait for each other on two of
+# them meet every other turn: a step of eight processes takes tens of milliseconds, a thousandth of the time that a rank waits for another.
+# So nothing here is judged by its speed, and limits of time have room.
+ep2_lane() {
+  local transport
+  case $1 in
+    bits) LIMIT=${SOAK_LIMIT:-480} ep2_bits ;;
+    soak)
+      LIMIT=${SOAK_LIMIT:-480} run ep2-soak soak --duration "${EP_SOAK:-360}" --bucket 20 --settle 60 --canary 16 --leak-every 10 --timeout 120 \
+        -- "${ep2_serving[@]}" --transport "${ep2_transports[0]}"
+      ;;
+    reliability)
+      LIMIT=${SOAK_LIMIT:-480} run ep2-reliability http-reliability --timeout 120 --collapse-ms 1000 -- "${ep2_serving[@]}" --transport "${ep2_transports[0]}"
+      ;;
+    failures-p2p) ep_failures ep2-@-p2p "${ep2_transports[0]}" "${ep2_serving[@]}" ;;
+    failures-nccl) ep_failures ep2-@-nccl "${ep2_transports[1]}" "${ep2_serving[@]}" ;;
+    surroundings)
+      # What around the process goes wrong is named; what only slows NCCL down is survived.
+      NCCL_SOCKET_IFNAME=doesnotexist fails ep2-nccl-interface 60 'NCCL_SOCKET_IFNAME=doesnotexist' "${ep2_serving[@]}" --transport nccl
+      NCCL_P2P_DISABLE=1 stops_in_order ep2-nccl-without-p2p TERM "${ep2_serving[@]}" --transport nccl
+      CUDA_VISIBLE_DEVICES=0 fails ep2-one-visible 15 'CUDA_VISIBLE_DEVICES' "${ep2_serving[@]}" --transport nccl
+      CUDA_VISIBLE_DEVICES=1,0 stops_in_order ep2-reordered TERM "${ep2_serving[@]}" --transport p2p
+      fails ep2-three 15 '1, 2, 4 or 8' tests/models/shakespeare-dsv2 --device cuda --ep 3
+      ;;
+  esac
+}
+
+# Cycle numbers FROM, FROM + STEP, …: a start and stop each, after every fifth a start and kill -9. A line of $scratch/cycles for each.
+ep2_cycles() {
+  local from=$1 step=$2 cycle name=ep2-cycle-$1 when
+  RANDOM=$((${EP_SEED:-1} + from))
+  for ((cycle = from; cycle <= ${EP_CYCLES:-100}; cycle += step)); do
+    [ "$(limit)" -gt 15 ] || break
+    cycle_of "$cycle" stops TERM "$((cycle % 2))"
+    ((cycle % 5)) || cycle_of "$cycle" killed "$( ((cycle / 5 % 2)) && echo starting || echo answering)" "$((cycle / 10 % 2))"
+  done
+}
+
+# cycle_of NUMBER stops|killed HOW TRANSPORT
+cycle_of() {
+  if "$2" "$name" "$3" "${ep2_serving[@]}" --max-slots 8 --transport "${ep2_transports[$4]}"; then
+    echo "ok $1 $2" >> "$scratch/cycles"
+  else
+    echo "bad $1 $2 $3 ${ep2_transports[$4]}: $(tail -n 1 "$out/$name.log" | cut -c1-160)" >> "$scratch/cycles"
+    cp "$out/$name.log" "$out/ep2-cycle-bad-$1.log"
+  fi
+}
+
+# Runs the lanes named, those that the stage asks for, side by side.
+ep2_lanes() {
+  local lane at=100 cycles='' shm began=$SECONDS
+  : > "$scratch/pids"
+  : > "$scratch/cycles"
+  shm=$(ls /dev/shm 2> /dev/null)
+  for lane in "$@"; do
+    case ,${only:-$lane}, in *,"$lane",*) ;; *) continue ;; esac
+    at=$((at + 100))
+    if [ "$lane" = cycles ]; then
+      cycles=$(seq "${EP_LANES:-4}")
+      for from in $cycles; do ep2_cycles "$from" "${EP_LANES:-4}" & done
+    else
+      (number=$at jobs=1 && ep2_lane "$lane") &
+    fi
+  done
+  wait
+  number=900
+  [ -z "$cycles" ] || ep2_cycles_verdict $((SECONDS - began))
+  ep2_left_behind "$shm"
+}
+
+ep2_cycles_verdict() {
+  local cycles=${EP_CYCLES:-100} bad well
+  well=$(grep -c '^ok' "$scratch/cycles")
+  bad=$(grep '^bad' "$scratch/cycles" | head -n 5)
+  verdict ep2-cycles "$([ "$well" = $((cycles + cycles / 5)) ] && echo 1 || echo 0)" \
+    "$(grep -c '^ok.*stops' "$scratch/cycles") of $cycles starts and stops, $(grep -c '^ok.*killed' "$scratch/cycles") of $((cycles / 5)) kills${bad:+; $bad}" "$1"
+}
+
+# Of the servers that were started here none may live, or be on a GPU; shared memory must be as before. A GPU may need a moment to let go.
+ep2_left_behind() {
+  local left began=$SECONDS count
+  while left=$(survivors "$1") && [ -n "$left" ] && [ $((SECONDS - began)) -lt 10 ]; do sleep 0.5; done
+  count=$(wc -l < "$scratch/pids")
+  verdict ep2-left-behind "$([ -z "$left" ] && echo 1 || echo 0)" "$(tr '\n' ' ' <<< "${left:-nothing}")of $count servers" $((SECONDS - began))
+}
+
+# A word for each process of $scratch/pids that lives or is on a GPU, and for each entry of shared memory that is not in $1.
+survivors() {
+  local pid on_gpus
+  on_gpus=$(nvidia-smi --query-compute-apps=pid --format=csv,noheader 2> /dev/null)
+  while read -r pid; do
+    # The number may be another process's by now.
+    if tr '\0' ' ' 2> /dev/null < "/proc/$pid/cmdline" | grep -q 'serve --port 0'; then echo "process $pid"; fi
+    if grep -qx "$pid" <<< "$on_gpus"; then echo "process $pid on a GPU"; fi
+  done < "$scratch/pids" 2> /dev/null
+  comm -13 <(sort <<< "$1") <(ls /dev/shm 2> /dev/null | sort) | sed 's|^|/dev/shm/|'
 }

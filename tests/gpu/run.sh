@@ -13,7 +13,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 bin=${BIN:-target/release}
 probe=$bin/slotgraph-probe
-if ! ls /proc/driver/nvidia/gpus/*/information > /dev/null 2>&1 && ! ls /dev/nvidia[0-9]* > /dev/null 2>&1; then
+if [ -z "${EP_FLAGS:-}" ] && ! ls /proc/driver/nvidia/gpus/*/information > /dev/null 2>&1 && ! ls /dev/nvidia[0-9]* > /dev/null 2>&1; then
   echo "no NVIDIA GPU on this machine" >&2
   [ "${SLOTGRAPH_REQUIRE_GPU:-0}" = 1 ] && exit 1
   exit 3
@@ -326,7 +326,7 @@ for stage in "$@"; do
   only=''
   [ "$stage" = "${stage#*=}" ] || only=${stage#*=}
   case ${stage%%=*} in
-    correctness | doctor | check-ops | check-ops-shapes | exactness | long | readiness | sanitizer | starts | replays | load | bench | bench-eager | bench-long | attribution | serve | soak | gates | ep-shared | ep2 | ep2-core | ep2-gates)
+    correctness | doctor | check-ops | check-ops-shapes | exactness | long | readiness | sanitizer | starts | replays | load | bench | bench-eager | bench-long | attribution | serve | soak | gates | ep-shared | ep2 | ep2-core | ep2-bits | ep2-shape | ep2-speed | ep2-gates)
       name=${stage%%=*}
       "${name//-/_}"
       ;;
