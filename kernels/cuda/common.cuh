@@ -177,6 +177,16 @@ DI V4 ld_system16(const void* at) {
   asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
   return v;
 }
+/* Two pairs of words, each of which is loaded and stored as one whole: who sees a pair's second word has its first. */
+DI V4 ld_system_pairs(const void* at) {
+  u64 a, b;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(at) : "memory");
+  return V4{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)};
+}
+DI void st_system_pairs(void* at, V4 v) {
+  const u64 a = v.x | (u64)v.y << 32, b = v.z | (u64)v.w << 32;
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(at), "l"(a), "l"(b) : "memory");
+}
 DI u32 ld_acquire_system(const u32* at) {
   u32 v;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");

@@ -2,13 +2,13 @@
  * Buffers   x [R, HIDDEN] f32, updated in place · gathered [RANKS, R, HIDDEN] f32 · shared [R, HIDDEN] f32
  * Launch    grid-stride, block 256                   Numerics  the balanced tree over RANKS, fp32
  * Pad rows  computed like any row                    Capture   no allocation, sync or readback
+ * Order     eager: the next layer's weights come while the exchange still waits
  * Cost      R · HIDDEN · (RANKS + 3) · 4 B           Reference kernels/src/ops/moe_combine.rs */
 static_assert(HIDDEN % 4 == 0, "rows are read 16 bytes at a time");
 static_assert(RANKS == 1 || RANKS == 2 || RANKS == 4 || RANKS == 8, "the tree needs a power of two");
 
 KERNEL void __launch_bounds__(256) moe_combine(float* x, const float* gathered, const float* shared, u32 rows) {
-  wait_for_predecessor(rows);
-  let_successor_start();
+  wait_and_let_start<true>(rows);
   const u64 count = (u64)rows * HIDDEN, stride = (u64)gridDim.x * blockDim.x * 4;
   for (u64 i = ((u64)blockIdx.x * blockDim.x + threadIdx.x) * 4; i < count; i += stride) {
     F4 part[RANKS];

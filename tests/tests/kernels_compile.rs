@@ -10,7 +10,8 @@ use slotgraph_graphs::cuda::cubin::{opcode, opcodes, parameter_sizes};
 use slotgraph_graphs::cuda::libs::{NVRTC, Search};
 use slotgraph_graphs::cuda::nvrtc::{FunctionUse, Nvrtc, Unit, function_uses};
 use slotgraph_graphs::model;
-use slotgraph_graphs::plan::RankShape;
+use slotgraph_graphs::plan::{Plan, RankShape};
+use slotgraph_graphs::step::StepLimits;
 use slotgraph_kernels::launch::{Arg, GpuFacts, Kernel, Launch, chain, stamp};
 use slotgraph_kernels::spec::WeightForm;
 use slotgraph_kernels::{Op, cuda_sources, pack};
@@ -86,6 +87,22 @@ fn other_architectures_compile_for_the_real_shapes() {
     none(faults);
 }
 
+#[test]
+fn what_several_ranks_launch_compiles() {
+    let Some(compiler) = Compiler::find() else { return };
+    let mut faults = Vec::new();
+    for arch in ["sm_80", TUNED] {
+        let mut asked = Asked::default();
+        for ranks in [2, 4, 8] {
+            asked.add_exchange(&Checkpoint::dummy(&shape("deepseek-v2-lite"), 0).unwrap(), ranks, arch);
+        }
+        let exchanges = asked.uses.keys().filter(|kernel| kernel.function == "exchange").count();
+        assert_eq!(exchanges, 3 * 2, "of few rows and of many, for each number of ranks");
+        faults.extend(compiler.faults(&asked, arch));
+    }
+    none(faults);
+}
+
 /// Without a compiler: every op of every model has a launch on every architecture, in every bucket.
 #[test]
 fn every_launch_fits_its_architecture() {
@@ -126,33 +143,13 @@ struct Asked {
 impl Asked {
     /// Everything that a server of this model would launch, with the buckets of its defaults or only those named.
     fn add(&mut self, checkpoint: &Checkpoint, buckets: Option<&[usize]>, arch: &str) {
-        let settings = Settings {
-            device: Some("cuda".into()),
-            max_model_len: Some(checkpoint.spec.positions.min(SHAPE_CONTEXT)),
-            ..Settings::default()
-        };
-        let machine = Machine { gpus: 1, processors: 2 };
-        let config = Config::resolve(&settings, &checkpoint.spec, &checkpoint.name, machine).unwrap();
-        let limits = config.limits(1 + config.max_slots * config.pages_per_slot());
-        let facts = facts(arch);
+        let (limits, facts) = (limits_of(checkpoint), facts(arch));
         let wanted = |bucket: &usize| buckets.is_none_or(|some| some.contains(bucket));
         let built: Vec<usize> = limits.buckets.iter().copied().filter(wanted).collect();
         assert!(built.len() >= buckets.map_or(8, <[usize]>::len), "{}: buckets {built:?}", checkpoint.name);
         for bucket in built {
             let plan = model::build(&checkpoint.spec, &limits, RankShape::SINGLE, bucket).unwrap();
-            for placed in &plan.ops {
-                let launches = placed.op.launches(&plan, &facts);
-                let launches =
-                    launches.unwrap_or_else(|e| panic!("{} on {arch}, bucket {bucket}: {e}", checkpoint.name));
-                for launch in launches {
-                    let by_matrix = launch.args.iter().any(|arg| match arg {
-                        Arg::Weight(id) => matches!(plan.weights[id.0 as usize].form, WeightForm::Gemm { .. }),
-                        _ => false,
-                    });
-                    let attends = matches!(placed.op, Op::MlaAttend(_) | Op::GqaAttend(_));
-                    self.note(&launch, by_matrix || attends, facts.pdl && launch.pdl);
-                }
-            }
+            plan.ops.iter().for_each(|placed| self.note_op(&placed.op, &plan, &facts));
             for weight in &plan.weights {
                 let packs = pack::launch(&weight.form, 0..1);
                 let dummy = weight.parts.first().map(|part| pack::dummy_launch(part, 0, 1));
@@ -161,6 +158,33 @@ impl Asked {
         }
         self.note(&stamp(0), false, false);
         self.note(&chain(arch == TUNED, false), true, false);
+    }
+
+    /// What a rank of several launches from its experts' sums on, at one row, at many and in pieces.
+    fn add_exchange(&mut self, checkpoint: &Checkpoint, ranks: usize, arch: &str) {
+        let (limits, facts) = (limits_of(checkpoint), facts(arch));
+        for bucket in SAMPLED_BUCKETS {
+            let plan = model::build(&checkpoint.spec, &limits, RankShape { rank: ranks - 1, ranks }, bucket).unwrap();
+            for placed in &plan.ops {
+                if matches!(placed.op, Op::MoeDown(_) | Op::Exchange(_) | Op::MoeCombine(_)) {
+                    self.note_op(&placed.op, &plan, &facts);
+                }
+            }
+        }
+    }
+
+    fn note_op(&mut self, op: &Op, plan: &Plan, facts: &GpuFacts) {
+        let launches = op.launches(plan, facts);
+        let launches =
+            launches.unwrap_or_else(|e| panic!("{} on {}, bucket {}: {e}", plan.model, facts.arch, plan.rows));
+        for launch in launches {
+            let by_matrix = launch.args.iter().any(|arg| match arg {
+                Arg::Weight(id) => matches!(plan.weights[id.0 as usize].form, WeightForm::Gemm { .. }),
+                _ => false,
+            });
+            let attends = matches!(op, Op::MlaAttend(_) | Op::GqaAttend(_));
+            self.note(&launch, by_matrix || attends, facts.pdl && launch.pdl);
+        }
     }
 
     fn note(&mut self, launch: &Launch, multiplies: bool, programmatic: bool) {
@@ -181,6 +205,18 @@ impl Asked {
         of.programmatic |= programmatic;
         of.multiplies |= multiplies;
     }
+}
+
+/// What a server of this model has by default.
+fn limits_of(checkpoint: &Checkpoint) -> StepLimits {
+    let settings = Settings {
+        device: Some("cuda".into()),
+        max_model_len: Some(checkpoint.spec.positions.min(SHAPE_CONTEXT)),
+        ..Settings::default()
+    };
+    let machine = Machine { gpus: 1, processors: 2 };
+    let config = Config::resolve(&settings, &checkpoint.spec, &checkpoint.name, machine).unwrap();
+    config.limits(1 + config.max_slots * config.pages_per_slot())
 }
 
 struct Compiler {

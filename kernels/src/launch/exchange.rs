@@ -4,7 +4,7 @@ use super::gemm::stride;
 use super::{Arg, Kernel, Launch, LaunchError, define};
 use crate::Specs;
 use crate::ops::Exchange;
-use crate::ops::exchange::{BLOCKS, PEERS_MAX, PIECE_ROWS, Scratch, status};
+use crate::ops::exchange::{BLOCKS, LINE_ROWS, PEERS_MAX, PIECE_ROWS, Scratch, status};
 
 /// Threads of a block. Blocks of this size find a place beside any other kernel's, so ranks that share a GPU can meet.
 const THREADS: usize = 512;
@@ -28,6 +28,9 @@ impl Exchange {
             define("FAILED_AT", Scratch::FAILED_AT),
             define("DATA_AT", Scratch::DATA_AT),
             define("PIECE_BYTES", scratch.piece_bytes()),
+            define("LINES", usize::from(rows <= LINE_ROWS)),
+            define("LINES_AT", scratch.lines_at()),
+            define("LINES_BYTES", scratch.lines_bytes()),
             define("STATUS_CODE", status::CODE),
             define("STATUS_RANK", status::RANK),
             define("STATUS_PEER", status::PEER),

@@ -17,6 +17,8 @@ pub struct Exchange {
 
 /// Rows that one launch of the peer-to-peer exchange moves; longer shapes go in pieces.
 pub const PIECE_ROWS: usize = 256;
+/// Most rows that travel as lines, each float with its epoch: to about here a fence and a flag cost more than twice the bytes.
+pub const LINE_ROWS: usize = 16;
 /// Blocks of such a launch, always: a block meets its namesakes on the other ranks.
 pub const BLOCKS: usize = 32;
 /// Places for ranks in the scratch header and among the kernel's arguments.
@@ -25,7 +27,8 @@ pub const PEERS_MAX: usize = 8;
 /// Where things lie in a rank's exchange scratch, in bytes. Peers write flags and staging; the rest is its owner's.
 ///
 /// `flags u32 [BLOCKS, PEERS_MAX]` (the newest epoch that a peer's block has pushed) · `epochs u32 [BLOCKS]` (the last of each own block)
-/// · `failed u32` · at `DATA_AT` staging `f32 [2, ranks, PIECE_ROWS, hidden]`. All zero before the first launch.
+/// · `failed u32` · at `DATA_AT` staging `f32 [2, ranks, PIECE_ROWS, hidden]` · at `lines_at` lines `(f32, u32 epoch) [2, ranks, LINE_ROWS, hidden]`,
+/// eight bytes each that are stored as one. All zero before the first launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scratch {
     pub ranks: usize,
@@ -41,8 +44,16 @@ impl Scratch {
     pub fn piece_bytes(&self) -> usize {
         PIECE_ROWS * self.hidden * size_of::<f32>()
     }
-    pub fn bytes(&self) -> usize {
+    /// Where lines begin: behind the staging.
+    pub fn lines_at(&self) -> usize {
         Scratch::DATA_AT + 2 * self.ranks * self.piece_bytes()
+    }
+    /// One rank's place in one half of the lines.
+    pub fn lines_bytes(&self) -> usize {
+        LINE_ROWS * self.hidden * size_of::<u64>()
+    }
+    pub fn bytes(&self) -> usize {
+        self.lines_at() + 2 * self.ranks * self.lines_bytes()
     }
 }
 
@@ -113,5 +124,21 @@ impl Operation for Exchange {
         let done = gather.all_gather(self.rank, partial, &mut gathered[..self.ranks * len]);
         memory.put_f32(self.gathered, gathered);
         Ok(done?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_the_scratch_follow_one_another() {
+        let scratch = Scratch { ranks: 4, hidden: 2048 };
+        assert_eq!(scratch.piece_bytes(), 256 * 2048 * 4);
+        assert_eq!(scratch.lines_at(), 4096 + 2 * 4 * 256 * 2048 * 4);
+        assert_eq!(scratch.bytes(), scratch.lines_at() + 2 * 4 * 16 * 2048 * 8);
+        // Lines are stored sixteen bytes at a time, and a piece of few rows is all lines.
+        assert!(scratch.lines_at().is_multiple_of(16) && scratch.lines_bytes().is_multiple_of(16));
+        const { assert!(LINE_ROWS <= PIECE_ROWS) };
     }
 }
