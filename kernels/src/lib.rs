@@ -56,5 +56,6 @@ pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
         "feed.cu",
         "stamp.cu",
         "chain.cu",
+        "forms.cu",
     ]
 }

@@ -4,6 +4,7 @@
 //! **Invariant:** our own legs are compared by bits; the oracle, another program, is judged by its margins.
 
 mod cases;
+mod forms;
 mod legs;
 mod oracle;
 
@@ -28,7 +29,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Compare every leg with the base leg bit for bit, and the base leg with an oracle.
+/// Compare every leg with the base leg bit for bit, the base leg with an oracle, and, on a GPU with wgmma, every sum of the model's weights
+/// by wgmma with the same by mma.sync.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(flatten)]
@@ -135,10 +137,14 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
     let base =
         if cuda { run.subject(|settings| settings.cuda_graph = Some("off".into()))? } else { run.subject(|_| {})? };
     let base = Arc::new(base);
-    let prepared = match base.device() {
+    let mut compared = None;
+    let prepared = match base.device_after(|device| compared = Some(device.forms())) {
         Ok(prepared) => prepared,
         Err(none) => return none.end(draft),
     };
+    if cuda {
+        forms::record(&mut draft, compared);
+    }
     draft.contract_hash = prepared.device.facts().contract_hash;
     draft.startup = prepared.startup.clone();
     let mut driver = prepared.into_driver();

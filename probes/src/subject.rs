@@ -7,7 +7,7 @@ use crate::cuda::{self, NoDevice};
 use crate::driver::Driver;
 use crate::evidence::{Draft, short_path};
 use serde_json::{Value, json};
-use slotgraph_graphs::cuda::CopyRates;
+use slotgraph_graphs::cuda::{CopyRates, CudaDevice};
 use slotgraph_graphs::device::Device;
 use slotgraph_graphs::step::StepLimits;
 use slotgraph_runtime::checkpoint::Checkpoint;
@@ -78,8 +78,14 @@ impl Subject {
 
     /// The configured device (of one or several ranks) with every plan prepared, or why this machine has none.
     pub fn device(&self) -> Result<Prepared, NoDevice> {
+        self.device_after(|_| ())
+    }
+
+    /// As `device`; where it is one GPU of a single rank, `look` sees that before anything else does.
+    pub fn device_after(&self, look: impl FnOnce(&CudaDevice)) -> Result<Prepared, NoDevice> {
         if self.config.device == DeviceKind::Cuda && self.config.ep == 1 {
             let mut device = cuda::prepare(self, self.config.cuda_graph, None)?;
+            look(&device);
             let copies = device.copy_rates().ok();
             let limits = device.limits().clone();
             let startup = serde_json::to_value(device.report()).expect("a report is plain data");

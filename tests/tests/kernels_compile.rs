@@ -12,6 +12,8 @@ use slotgraph_graphs::cuda::nvrtc::{FunctionUse, Nvrtc, Unit, function_uses};
 use slotgraph_graphs::model;
 use slotgraph_graphs::plan::{Plan, RankShape};
 use slotgraph_graphs::step::StepLimits;
+use slotgraph_kernels::contract::GemmKind;
+use slotgraph_kernels::launch::forms::{Compared, WIDTHS};
 use slotgraph_kernels::launch::{Arg, GpuFacts, Kernel, Launch, chain, stamp};
 use slotgraph_kernels::spec::WeightForm;
 use slotgraph_kernels::{Op, cuda_sources, pack};
@@ -58,6 +60,8 @@ struct Use {
     programmatic: bool,
     /// Multiplies by a weight matrix, or attends.
     multiplies: bool,
+    /// Multiplies by wgmma too, to compare.
+    compares: bool,
 }
 
 #[test]
@@ -101,6 +105,18 @@ fn what_several_ranks_launch_compiles() {
         faults.extend(compiler.faults(&asked, arch));
     }
     none(faults);
+}
+
+/// The comparison of both forms alone: it compiles in seconds.
+#[test]
+fn both_forms_of_the_instruction_are_compiled() {
+    let Some(compiler) = Compiler::find() else { return };
+    let mut asked = Asked::default();
+    let form = WeightForm::Gemm { kind: GemmKind::AttnOut, groups: 1, n: 64, k: 64 };
+    asked.forms(&form, &facts(TUNED));
+    asked.note(&chain(true, true), true, false);
+    assert_eq!((asked.units.len(), asked.uses.values().all(|used| used.compares)), (3, true));
+    none(compiler.faults(&asked, TUNED));
 }
 
 /// Without a compiler: every op of every model has a launch on every architecture, in every bucket.
@@ -154,6 +170,7 @@ impl Asked {
                 let packs = pack::launch(&weight.form, 0..1);
                 let dummy = weight.parts.first().map(|part| pack::dummy_launch(part, 0, 1));
                 packs.iter().chain(&dummy).for_each(|launch| self.note(launch, false, false));
+                self.forms(&weight.form, &facts);
             }
         }
         self.note(&stamp(0), false, false);
@@ -187,6 +204,14 @@ impl Asked {
         }
     }
 
+    /// What a probe asks of a GPU that has both forms of the instruction.
+    fn forms(&mut self, form: &WeightForm, facts: &GpuFacts) {
+        let compared = Compared::of(form).filter(|_| facts.has_wgmma());
+        for launch in compared.iter().flat_map(|of| WIDTHS.map(|width| of.launch(width))) {
+            self.note(&launch, true, false);
+        }
+    }
+
     fn note(&mut self, launch: &Launch, multiplies: bool, programmatic: bool) {
         let kernel = &launch.kernel;
         if !self.uses.contains_key(kernel) {
@@ -204,6 +229,7 @@ impl Asked {
         of.shared_max = of.shared_max.max(launch.shared_bytes);
         of.programmatic |= programmatic;
         of.multiplies |= multiplies;
+        of.compares |= kernel.source == "forms.cu" || kernel.defines.contains(&("WGMMA", "1".into()));
     }
 }
 
@@ -307,6 +333,9 @@ fn instructions(code: &[u16], used: &Use) -> Vec<String> {
     if used.multiplies && !code.contains(&opcode::MATRIX) {
         faults.push("multiplies matrices and has no HMMA".to_owned());
     }
+    if used.compares && !code.contains(&opcode::WARPGROUP_MATRIX) {
+        faults.push("compares with wgmma and has no HGMMA".to_owned());
+    }
     if used.programmatic {
         let wait = code.iter().position(|&code| code == opcode::WAIT);
         let write = code.iter().position(|code| opcode::GLOBAL_WRITES.contains(code));
@@ -334,6 +363,9 @@ fn machine_code_is_judged() {
     assert_eq!(judge(&[OTHER, write], &programmatic), "may start early and does not wait");
     assert_eq!(judge(&[opcode::MATRIX, write], &multiplies), "");
     assert_eq!(judge(&[OTHER, write], &multiplies), "multiplies matrices and has no HMMA");
+    let compares = Use { compares: true, block_max: 128, ..Use::default() };
+    assert_eq!(judge(&[opcode::MATRIX, opcode::WARPGROUP_MATRIX, write], &compares), "");
+    assert_eq!(judge(&[opcode::MATRIX, write], &compares), "compares with wgmma and has no HGMMA");
 
     let function = FunctionUse { registers: 129, shared_bytes: 4096, ..FunctionUse::default() };
     let of = |block_max, shared_max| Use { block_max, shared_max, ..Use::default() };

@@ -35,6 +35,8 @@ pub fn parameter_sizes(image: &[u8], function: &str) -> Option<Vec<usize>> {
 pub mod opcode {
     /// HMMA: the matrix unit.
     pub const MATRIX: u16 = 0x23c;
+    /// HGMMA: the matrix unit as a warpgroup uses it (sm_90a).
+    pub const WARPGROUP_MATRIX: u16 = 0xdf0;
     /// ACQBULK: griddepcontrol.wait.
     pub const WAIT: u16 = 0x82e;
     /// ST, STG, ATOM (two forms), RED, ATOMG (two forms): whatever writes global memory.

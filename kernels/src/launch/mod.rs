@@ -7,6 +7,7 @@
 mod attend;
 mod constants;
 mod exchange;
+pub mod forms;
 mod gemm;
 mod mla;
 mod moe;

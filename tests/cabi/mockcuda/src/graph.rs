@@ -94,12 +94,28 @@ impl Node {
         function(word(1), word(2), word(3), word(4), word(5));
     }
 
+    /// Counts every sum of the launch as compared, `different` of them as different and `cut` as changed by a cut.
+    fn compare(&self, [different, cut]: [u32; 2]) {
+        let word = |at: usize| u32::from_le_bytes(self.values[at][..].try_into().expect("a number of four bytes"));
+        let (n, tokens, groups) = (word(3), word(7), self.grid[1]);
+        let found = u64::from_le_bytes(self.values[0][..].try_into().expect("a pointer has eight bytes")) as usize;
+        assert!(state().kind_of(found, 16).is_some(), "the counts lie in an allocation");
+        // SAFETY: four words in one live allocation, as just checked, and aligned.
+        let found = unsafe { std::slice::from_raw_parts_mut(found as *mut u32, 4) };
+        for (count, more) in found.iter_mut().zip([n * tokens * groups, different, 0, cut]) {
+            *count += more;
+        }
+    }
+
     /// Does what the configuration says of the kernel.
     fn run(&self) {
         // SAFETY: functions are never freed.
         let name = unsafe { &(*self.function).name }.to_string_lossy();
         if let Some(hidden) = config().exchange.get(&*name) {
             crate::exchange::run(&self.values, *hidden);
+        }
+        if let Some(counts) = config().compare.get(&*name) {
+            self.compare(*counts);
         }
         if config().call.contains(&*name) {
             self.call();

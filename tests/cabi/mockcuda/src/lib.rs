@@ -9,6 +9,8 @@
 //! - `publish NAME COUNTER RING ENTRIES WORDS`: the kernel publishes: it adds one to the 64-bit counter at parameter COUNTER,
 //!   and writes that step's number into its entry of the ring at parameter RING (ENTRIES of WORDS words each);
 //! - `exchange NAME HIDDEN`: the kernel exchanges over peer memory, as kernels/cuda/exchange.cu says, in rows of HIDDEN floats;
+//! - `compare NAME DIFFERENT CUT`: the kernel counts, as kernels/cuda/forms.cu says, every sum as compared, and so many as different and as
+//!   changed by a cut;
 //! - `call NAME`: the kernel's first parameter is a C function, which is called with the five that follow;
 //! - `peers 0`: devices do not reach each other's memory;
 //! - `silent`: forgets the `publish` lines before it;

@@ -36,6 +36,8 @@ pub struct Config {
     pub publish: HashMap<String, Publish>,
     /// Floats of a row, by the name of the kernel that exchanges over peer memory.
     pub exchange: HashMap<String, usize>,
+    /// Sums that differ and that a cut changes, by the name of the kernel that compares forms.
+    pub compare: HashMap<String, [u32; 2]>,
     /// Kernels whose first parameter is a C function to be called with the others.
     pub call: HashSet<String>,
     /// Whether devices reach each other's memory.
@@ -158,6 +160,7 @@ fn parse(text: &str) -> Config {
         functions: HashMap::new(),
         publish: HashMap::new(),
         exchange: HashMap::new(),
+        compare: HashMap::new(),
         call: HashSet::new(),
         peers: true,
         fail: HashMap::new(),
@@ -181,6 +184,9 @@ fn parse(text: &str) -> Config {
             }
             "exchange" => {
                 config.exchange.insert(rest[0].to_owned(), number(1));
+            }
+            "compare" => {
+                config.compare.insert(rest[0].to_owned(), [1, 2].map(|index| number(index) as u32));
             }
             "call" => {
                 config.call.insert(rest[0].to_owned());
