@@ -2,7 +2,7 @@
 # (the real shape's graphs), with the GPUs to themselves, and then lanes beside one another: ep2-bits (the demo model's graphs and bits) and
 # ep2-gates (serving, failures, starts and stops): two minutes and seven.
 # usage: run.sh ep-shared | run.sh ep2 | run.sh ep2-core (bits, shape, speed) | run.sh ep2-gates[=LANE,…]
-# lanes: soak reliability failures-p2p failures-nccl surroundings cycles; bits is one beside them.
+# lanes: bits soak reliability failures-p2p failures-nccl surroundings cycles.
 # EP_CYCLES: starts and stops (default 100; after every fifth a start that is killed); EP_LANES: side by side (4); EP_SEED: of the kills.
 # EP_SOAK: seconds of the soak (360).
 # EP_FLAGS and EP_TRANSPORTS replace the flags of a server and its two transports, to try this script without a GPU:
@@ -151,7 +151,7 @@ stops_in_order() {
 ep2() {
   ep2_speed
   ep2_shape
-  ep2_lanes bits soak reliability failures-p2p failures-nccl surroundings cycles
+  ep2_gates
 }
 
 ep2_core() {
@@ -160,7 +160,7 @@ ep2_core() {
   ep2_speed
 }
 
-ep2_gates() { ep2_lanes soak reliability failures-p2p failures-nccl surroundings cycles; }
+ep2_gates() { ep2_lanes bits soak reliability failures-p2p failures-nccl surroundings cycles; }
 
 lite=(tests/shapes/deepseek-v2-lite --load-format dummy --max-model-len 4096)
 

@@ -3,8 +3,8 @@
 #
 # usage: [BIN=target/release] [OUT=probes/evidence/<gpu>] [LIMIT=540] [BUDGET=…] [JOBS=1] [SLOTGRAPH_REQUIRE_GPU=1] tests/gpu/run.sh STAGE…
 # stages: correctness = check-ops-shapes check-ops exactness readiness doctor starts replays load long sanitizer, those that do not
-#         disturb one another side by side; bench bench-eager bench-long attribution; serve soak. A stage may name one model:
-#         exactness=tiny-llama3
+#         disturb one another side by side; bench bench-contexts bench-eager bench-long attribution; serve = reliability and bench-http;
+#         soak. A stage may name one model: exactness=tiny-llama3
 # gates: serve and soak at once, for a tighter budget of time. ep-shared, ep2: several ranks (ep.sh).
 # BIN holds slotgraph-probe, which starts servers too. LIMIT: seconds that one probe may take; BUDGET: that all may.
 # JOBS: probes at a time.
@@ -239,6 +239,15 @@ bench() {
   done
 }
 
+# Contexts at which attention is most of a step.
+bench_contexts() {
+  local shape=tests/shapes/deepseek-v2-lite
+  run bench-decode-32k-deepseek-v2-lite bench-decode $shape --load-format dummy --device cuda --max-model-len 40960 --rows 1 \
+    --context 32000 --warmup 32 --steps 128 --repeats 2
+  run bench-decode-4k-deepseek-v2-lite bench-decode $shape --load-format dummy --device cuda --max-model-len 8192 --rows 32 \
+    --context 4096 --warmup 32 --steps 128 --repeats 2
+}
+
 bench_eager() {
   local shape
   for shape in $(chosen "$shapes"); do
@@ -275,8 +284,13 @@ demo=(--device cuda --kv-memory 2GiB --prefill-chunk 64)
 large=(tests/shapes/deepseek-v2-lite --load-format dummy --device cuda --max-model-len 2048 --kv-memory 9GiB --prefill-chunk 128)
 
 start_reliability() {
-  start reliability http-reliability -- "${demo[@]}"
-  start reliability-deepseek-v2-lite http-reliability --timeout 120 -- "${large[@]}"
+  local model
+  for model in $(chosen 'shakespeare-dsv2 deepseek-v2-lite'); do
+    case $model in
+      shakespeare-dsv2) start reliability http-reliability -- "${demo[@]}" ;;
+      *) start reliability-deepseek-v2-lite http-reliability --timeout 120 -- "${large[@]}" ;;
+    esac
+  done
 }
 
 # Six minutes; the planted leak is one page every ten seconds, so that its soak is short.
@@ -296,9 +310,13 @@ start_replay() {
     "${replay[@]}" "${large[@]}"
 }
 
-serve() {
+reliability() {
   start_reliability
   finish
+}
+
+serve() {
+  reliability
   run bench-http bench-http --concurrency 32 --num-requests 256 -- "${demo[@]}"
   run bench-http-deepseek-v2-lite bench-http --concurrency 32 --num-requests 256 -- "${large[@]}"
 }
@@ -326,7 +344,7 @@ for stage in "$@"; do
   only=''
   [ "$stage" = "${stage#*=}" ] || only=${stage#*=}
   case ${stage%%=*} in
-    correctness | doctor | check-ops | check-ops-shapes | exactness | long | readiness | sanitizer | starts | replays | load | bench | bench-eager | bench-long | attribution | serve | soak | gates | ep-shared | ep2 | ep2-core | ep2-bits | ep2-shape | ep2-speed | ep2-gates)
+    correctness | doctor | check-ops | check-ops-shapes | exactness | long | readiness | readiness-models | sanitizer | starts | replays | load | bench | bench-contexts | bench-eager | bench-long | attribution | serve | reliability | soak | gates | ep-shared | ep2 | ep2-core | ep2-bits | ep2-shape | ep2-speed | ep2-gates)
       name=${stage%%=*}
       "${name//-/_}"
       ;;
