@@ -17,11 +17,11 @@
  *
  * Compile-time: HEADS (of the block, ≤ 16), HEADS_ALL, KEY_WIDTH, VALUE_WIDTH, VALUE_AT (column of the values in a shared row), PARTS of PART_WIDTH
  * (pieces of a cache row that make a shared row), CACHE_WIDTH, PAGES_PER_SLOT, GROUPS, WARPS, STEP_TILES, SLOT_KEYS and SLOTS (the ring of keys in
- * shared memory), TEAM (1 is none). */
+ * shared memory), TEAM (1 is none), SUCCESSOR (common.cuh). */
 static_assert(ATTENTION_TILE == 64 && PAGE_TOKENS == 64 && ATTENTION_GROUP % 64 == 0, "a tile is one page of 64 keys");
 
 template <int HEADS, int HEADS_ALL, int KEY_WIDTH, int VALUE_WIDTH, int VALUE_AT, int PARTS, int PART_WIDTH, int CACHE_WIDTH, int PAGES_PER_SLOT, int GROUPS,
-          int WARPS, int STEP_TILES, int SLOT_KEYS, int SLOTS, int TEAM>
+          int WARPS, int STEP_TILES, int SLOT_KEYS, int SLOTS, int TEAM, int SUCCESSOR>
 struct Attend {
   static constexpr int SHARED_WIDTH = PARTS * PART_WIDTH;
   static_assert(HEADS <= 16, "query heads are the 16 rows of an mma");
@@ -407,8 +407,7 @@ struct Attend {
 #pragma unroll 1
         for (; slot < SLOTS; slot++) fetch(first, end, slot, true, part_at);
     }
-    wait_for_predecessor(rows);
-    let_successor_start();
+    wait_and_let_start<SUCCESSOR>(rows);
     if (first >= end) return Rest{};
     if (slot == 0)
 #pragma unroll 1
@@ -497,8 +496,7 @@ struct Attend {
     if (end - fresh > LATE_KEYS) fresh = first * 64;
     const bool early = fresh > first * 64;
     if (early) copy(true);
-    wait_for_predecessor(rows);
-    let_successor_start();
+    wait_and_let_start<SUCCESSOR>(rows);
     if (!early) copy(false), fresh = end;
     load_q(load_query, end, [&](int key, const auto& store) {
       const int tile = key / 64 - first;
@@ -586,8 +584,7 @@ struct Attend {
         if constexpr (TEAM > 1)
           rest = run_team(part_at, load_query, out, partials, inboxes + team * (TEAM * TEAM * HEADS * 64), split / TEAM, split % TEAM, groups, rows);
       } else {
-        wait_for_predecessor(rows);
-        let_successor_start();
+        wait_and_let_start<SUCCESSOR>(rows);
       }
     } else {
       rest = run(part_at, load_query, out, partials, split, splits, rows);

@@ -11,7 +11,8 @@
  * "my predecessor has finished", known after the wait, is transitive. Most kernels let their successor start only after they have waited:
  * then whatever lies two launches back has finished when the successor starts. An eager kernel lets it start at once, so that it asks for its
  * weights sooner; then early data must be older than the nearest launch that is not eager. Eager are: norm_gemm, gemm_add, norm_gate_up of a
- * dense layer, moe_gate, moe_up (EARLY), moe_down. Never: fetch, embed, and norm_gate_up of shared experts, on which moe_up's early choice leans.
+ * dense layer, moe_gate, moe_up (EARLY), moe_down, moe_combine, gqa_prep; mla_prep and mla_uv of one row. Never: fetch, embed, attention, exchange,
+ * and norm_gate_up of shared experts, on which moe_up's early choice leans.
  * Numerics: no fused multiply-add but inside mma; ex2.approx is the only approximate instruction (exp_fast). */
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -140,12 +141,14 @@ DI void let_successor_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-/* Both of the above, in the order that the launch asks for. EAGER: the successor may start before this kernel's predecessor has finished, and
- * asks for its weights meanwhile. */
-template <bool EAGER> DI void wait_and_let_start(u32 rows) {
-  if (EAGER) let_successor_start();
+/* Both of the above, in the order that the launch asks for. The successor may start
+ *    1   at once: before this kernel's predecessor has finished, and asks for its weights meanwhile (eager)
+ *    0   once this kernel has waited
+ *   -1   when this kernel's blocks leave: where they fill the GPU, blocks that start earlier crowd on the SMs that are free first */
+template <int SUCCESSOR> DI void wait_and_let_start(u32 rows) {
+  if (SUCCESSOR > 0) let_successor_start();
   wait_for_predecessor(rows);
-  if (!EAGER) let_successor_start();
+  if (SUCCESSOR == 0) let_successor_start();
 }
 DI void fence_device() { __threadfence(); }
 DI void fence_system() { __threadfence_system(); }

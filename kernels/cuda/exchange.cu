@@ -58,7 +58,7 @@ DI V2 await_line(const u8* line, u8* own, u32* status, u32 rank, u32 peer, u32 e
 KERNEL void __launch_bounds__(THREADS, 1)
     exchange(float* gathered, const float* partial, u8* own, u8* peer0, u8* peer1, u8* peer2, u8* peer3, u8* peer4, u8* peer5, u8* peer6, u8* peer7,
              u32* status, u32 rank, u32 rows, u32 first, u32 count) {
-  wait_and_let_start<true>(rows);
+  wait_and_let_start<0>(rows);
   u8* const peers[PEERS_MAX] = {peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7};
   const u32 epoch = ld_act_u32(word_at(own, EPOCHS_AT + blockIdx.x * 4)) + 1;
   const bool failed = ld_act_u32(word_at(own, FAILED_AT)) != 0;
@@ -99,7 +99,7 @@ DI void await_flag(u8* own, u32* status, u32 rank, u32 peer, u32 epoch, u32 rows
 KERNEL void __launch_bounds__(THREADS, 1)
     exchange(float* gathered, const float* partial, u8* own, u8* peer0, u8* peer1, u8* peer2, u8* peer3, u8* peer4, u8* peer5, u8* peer6, u8* peer7,
              u32* status, u32 rank, u32 rows, u32 first, u32 count) {
-  wait_and_let_start<true>(rows);
+  wait_and_let_start<0>(rows);
   u8* const peers[PEERS_MAX] = {peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7};
   const u32 epoch = ld_act_u32(word_at(own, EPOCHS_AT + blockIdx.x * 4)) + 1;
   const bool failed = ld_act_u32(word_at(own, FAILED_AT)) != 0;

@@ -18,8 +18,7 @@ KERNEL void __launch_bounds__(256) gqa_prep(bf16* q, bf16* kv, const float* qkv,
     at = ld_early_u32(position + row);
     line = ld_early_u32(block_table + (u64)ld_early_u32(slot + row) * PAGES_PER_SLOT + at / PAGE_TOKENS) * PAGE_TOKENS + at % PAGE_TOKENS;
   }
-  wait_for_predecessor(rows);
-  let_successor_start();
+  wait_and_let_start<SUCCESSOR>(rows);
   if (!live) return;
   const float* from = qkv + ((u64)row * UNITS + head) * HEAD_DIM;
   float* x = heads[warp];

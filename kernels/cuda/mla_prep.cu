@@ -58,8 +58,7 @@ KERNEL void __launch_bounds__(32 * WARPS)
     typedef Whole<K_TILES, 1, TOKEN_TILES>::Work Work;
     Work work;
     work.start(mine, 0, K_TILES);
-    wait_for_predecessor(rows);
-    let_successor_start();
+    wait_and_let_start<SUCCESSOR>(rows);
     const int g = lane / 4, t = lane % 4;
     const NopeTokens tokens = {q + Q_OFFSET + head * HEAD_WIDTH + (u64)(first + g) * Q_STRIDE, t, (int)rows - first - g};
     work.pass<TOKEN_TILES>(mine, 0, K_TILES, nullptr, tokens);
@@ -86,8 +85,7 @@ KERNEL void __launch_bounds__(32 * WARPS)
     at = ld_early_u32(position + row);
     line = ld_early_u32(block_table + (u64)ld_early_u32(slot + row) * PAGES_PER_SLOT + at / PAGE_TOKENS) * PAGE_TOKENS + at % PAGE_TOKENS;
   }
-  wait_for_predecessor(rows);
-  let_successor_start();
+  wait_and_let_start<SUCCESSOR>(rows);
   if (!live) return;
   const float* angles = rope + (u64)at * ROPE_DIM;
   if (part == 0) {

@@ -20,8 +20,7 @@ KERNEL void __launch_bounds__(32 * WARPS) mla_uv(bf16* out, const bf16* o_lat, c
     V4 w[K_TILES], x[PAIRS];
 #pragma unroll
     for (int i = 0; i < K_TILES; i++) w[i] = WARPS == 1 ? ld_weight16(mine + i * 32) : ld_weight16_shared(mine + i * 32);
-    wait_for_predecessor(rows);
-    let_successor_start();
+    wait_and_let_start<SUCCESSOR>(rows);
 #pragma unroll
     for (int pair = 0; pair < PAIRS; pair++) x[pair] = tokens.pair(0, pair);
 #pragma unroll
@@ -32,8 +31,7 @@ KERNEL void __launch_bounds__(32 * WARPS) mla_uv(bf16* out, const bf16* o_lat, c
   } else {
     Whole<K_TILES, 1, 1>::Work work;
     work.start(mine, 0, K_TILES);
-    wait_for_predecessor(rows);
-    let_successor_start();
+    wait_and_let_start<SUCCESSOR>(rows);
     work.pass<1>(mine, 0, K_TILES, nullptr, tokens);
 #pragma unroll
     for (int i = 0; i < 4; i++) sum[i] = work.sum[0][0][i];

@@ -5,7 +5,7 @@
 //! of a launch that splits rows fit on the GPU all at once, because they wait for each other (`fold.cuh`).
 
 use super::gemm::define_bits;
-use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, define};
+use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, Successor, define};
 use crate::Specs;
 use crate::contract::{ATTENTION_GROUP, PAGE_TOKENS};
 use crate::ops::{GqaAttend, MlaAttend, Paged};
@@ -17,6 +17,9 @@ const HEADS_MAX: usize = 16;
 const GROUP_TILES: usize = ATTENTION_GROUP / PAGE_TOKENS;
 /// Shared memory that the GPU keeps of every resident block.
 const RESERVED: usize = 1024;
+
+/// Rows times kv head groups above which nothing else starts beside attention.
+const CROWDED: usize = 8;
 
 /// What `attend.cuh` is compiled for.
 struct Shape {
@@ -124,6 +127,8 @@ impl Shape {
             true => (gpu.sm_count * form.blocks_per_sm / head_rows).clamp(1, groups * team) / team * team,
             false => 1,
         };
+        // Blocks that each fill a multiprocessor: what follows waits for them rather than crowd on those that are done.
+        let successor = if head_rows > CROWDED { Successor::AtExit } else { Successor::AfterWait };
         let mut defines = vec![
             define("HEADS", self.heads),
             define("KEY_WIDTH", self.key_width),
@@ -138,6 +143,7 @@ impl Shape {
             define("GROUPS", groups),
             define("PAGES_PER_SLOT", specs.buffer(buffers.paged.block_table).shape[1]),
             define_bits("SCALE_BITS", self.scale),
+            successor.define(),
         ];
         defines.extend(own);
         let mut args = vec![Arg::Buffer(buffers.out)];

@@ -1,7 +1,7 @@
 //! Geometry of the small GEMMs on both sides of latent attention: W_UK with the append before it, W_UV after it.
 
 use super::gemm::{Shape, define_bits, stride};
-use super::{Arg, Kernel, Launch, LaunchError, define};
+use super::{Arg, Kernel, Launch, LaunchError, Successor, define};
 use crate::Specs;
 use crate::contract::ROW_TILE;
 use crate::ops::{MlaPrep, MlaUv};
@@ -60,6 +60,7 @@ impl MlaPrep {
             define("WARPS", warps),
             define("TOKEN_TILES", token_tiles),
             define_bits("EPS_BITS", self.eps),
+            Successor::beside_attention(rows).define(),
         ];
         let gemm_blocks = self.heads * tiles_a_head / warps;
         let units = rows * (1 + self.heads.div_ceil(HEADS_A_PART));
@@ -98,6 +99,7 @@ impl MlaUv {
             define("V_DIM", shape.n),
             define("LORA", shape.k),
             define("WARPS", warps),
+            Successor::beside_attention(rows).define(),
         ];
         let kernel = Kernel { source: "mla_uv.cu", function: op, defines };
         let blocks = shape.groups * shape.row_tiles();

@@ -1,7 +1,7 @@
 //! Geometry of the ops at a step's ends and of those that only move or add rows.
 
 use super::gemm::{define_bits, stride};
-use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, define};
+use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, Successor, define};
 use crate::Specs;
 use crate::ops::{Embed, Feed, Fetch, GqaPrep, MoeCombine};
 use crate::spec::BufferId;
@@ -133,6 +133,7 @@ impl GqaPrep {
             define("PAGES_PER_SLOT", stride(specs, self.paged.block_table)),
             define("QK_NORM", usize::from(self.qk_norm.is_some())),
             define_bits("EPS_BITS", self.eps),
+            Successor::AtOnce.define(),
         ];
         let units = specs.rows() * (self.heads + 2 * self.kv_heads);
         let (q_norm, k_norm) = self.qk_norm.unwrap_or((self.rope, self.rope));
