@@ -219,45 +219,44 @@ template <int K_TILES, int ROWS, int TOKENS> struct Whole {
   typedef Chain<ROWS, TOKENS, K_TILES, DEPTH, GUARDED> Work;
 };
 
-/* ---- One slice at many tokens: the block's warps share the activations, staged through shared memory by asynchronous copies. ----
- * A stage holds 64 k of TOKENS · 8 rows as two sheets [row][32], so that the lanes of a 16-byte load fall into different banks. */
-template <int K_TILES, int ROWS, int TOKENS, int THREADS> struct Staged {
-  static_assert(K_TILES % 4 == 0, "a stage is four k tiles");
-  static constexpr int STAGES = 3, STEPS = K_TILES / 4;
-  static constexpr int SHEET = TOKENS * 8 * 32, STAGE = 2 * SHEET; /* elements */
-  static constexpr int SHARED_BYTES = STAGES * STAGE * 2;
-  static constexpr int COPIES = ceil_div(TOKENS * 8 * 8, THREADS);
-  V4 ring[2][ROWS][2]; /* the weights of one stage, pair by pair */
+/* ---- One slice at many tokens: a block's WARPS warps, ROWS row tiles each, share the activations, which asynchronous copies bring to shared
+ * memory. ---- A stage holds DEPTH pairs of TOKENS · 8 rows, a sheet [row][32] a pair, so that the lanes of a 16-byte load fall into
+ * different banks; the weights of one stage are in registers. With as many stages as steps nothing is overwritten and all copies start at once. */
+template <int K_TILES, int ROWS, int TOKENS, int WARPS, int DEPTH, int STAGES> struct Staged {
+  static_assert(K_TILES % 2 == 0, "a stage is whole pairs");
+  static constexpr int PAIRS = K_TILES / 2, STEPS = ceil_div(PAIRS, DEPTH);
+  static constexpr int BUFFERS = STAGES < STEPS ? STAGES : STEPS, AHEAD = STAGES < STEPS ? STAGES - 1 : STEPS; /* stages that are asked for early */
+  static_assert(DEPTH <= PAIRS && AHEAD > 0, "a chain has a whole stage, and a ring of stages two");
+  static constexpr int SHEET = TOKENS * 8 * 32, STAGE = DEPTH * SHEET; /* elements */
+  static constexpr int SHARED_BYTES = BUFFERS * STAGE * 2;
+  static constexpr int COPIES = ceil_div(STAGE / 8, WARPS * 32);
+  static constexpr int GROUP = TOKENS % 4 == 0 ? 4 : TOKENS < 4 ? TOKENS : 1; /* token tiles whose chains take turns */
+  V4 ring[DEPTH][ROWS][2];
   float sum[ROWS][TOKENS][4];
 
   DI void load(int slot, const V4* weights, int pair) {
 #pragma unroll
     for (int row = 0; row < ROWS; row++)
 #pragma unroll
-      for (int half = 0; half < 2; half++) ring[slot][row][half] = ld_weight16_shared(weights + ((u64)row * K_TILES + 2 * pair + half) * 32);
+      for (int half = 0; half < 2; half++) ring[slot][row][half] = ld_weight16(weights + ((u64)row * K_TILES + 2 * pair + half) * 32);
   }
+  /* Asks for the first DEPTH pairs. `weights`: this lane's part of the first row tile. */
   DI void start(const V4* weights) {
-    load(0, weights, 0);
-    load(1, weights, 1);
+#pragma unroll
+    for (int slot = 0; slot < DEPTH; slot++) load(slot, weights, slot);
   }
-  /* `row_of(i)`: row i of the block's tokens, or null for a dead column. Every thread of the block calls it; begins with a barrier. `active`: this
-   * warp has row tiles; `token_tiles` of TOKENS hold live tokens. */
-  template <class RowOf> DI void run(bf16* stages, const V4* weights, bool active, int token_tiles, const RowOf& row_of) {
+  /* `row_of(i)`: row i of the block's tokens (a dead column repeats a live one). Every thread of the block calls it;
+   * `active`: this warp has row tiles. */
+  template <class RowOf> DI void run(bf16* stages, const V4* weights, bool active, const RowOf& row_of) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const bf16* from[COPIES];
-    int to[COPIES];
-#pragma unroll
-    for (int i = 0; i < COPIES; i++) {
-      const int chunk = i * THREADS + (int)threadIdx.x, row = chunk / 8, part = chunk % 8;
-      from[i] = row < token_tiles * 8 ? row_of(row) : nullptr;
-      if (from[i]) from[i] += part * 8;
-      to[i] = row < token_tiles * 8 ? part / 4 * SHEET + row * 32 + part % 4 * 8 : -1;
-    }
     auto fetch = [&](int step) {
-      bf16* stage = stages + step % STAGES * STAGE;
-#pragma unroll
-      for (int i = 0; i < COPIES; i++)
-        if (to[i] >= 0) copy_async16(stage + to[i], from[i] ? from[i] + step * 64 : (const bf16*)weights, from[i] ? 16 : 0);
+      bf16* stage = stages + step % BUFFERS * STAGE;
+#pragma unroll COPIES > 4 ? 2 : COPIES
+      for (int i = 0; i < COPIES; i++) {
+        const int chunk = i * WARPS * 32 + (int)threadIdx.x, pair = step * DEPTH + chunk / (SHEET / 8);
+        if ((STAGE / 8 % (WARPS * 32) == 0 || chunk < STAGE / 8) && (PAIRS % DEPTH == 0 || pair < PAIRS))
+          copy_async16(stage + chunk * 8, row_of(chunk / 4 % (TOKENS * 8)) + pair * 32 + chunk % 4 * 8, 16);
+      }
     };
 #pragma unroll
     for (int row = 0; row < ROWS; row++)
@@ -265,32 +264,37 @@ template <int K_TILES, int ROWS, int TOKENS, int THREADS> struct Staged {
       for (int tile = 0; tile < TOKENS; tile++)
 #pragma unroll
         for (int q = 0; q < 4; q++) sum[row][tile][q] = 0.0f;
-    sync_block(); /* the stages of an earlier run are free */
 #pragma unroll
-    for (int step = 0; step < STAGES - 1; step++) {
-      if (step < STEPS) fetch(step);
+    for (int step = 0; step < AHEAD; step++) {
+      fetch(step);
       copy_commit();
     }
 #pragma unroll 1
     for (int step = 0; step < STEPS; step++) {
-      copy_wait<STAGES - 2>();
+      copy_wait<AHEAD - 1>();
       sync_block();
-      if (step + STAGES - 1 < STEPS) fetch(step + STAGES - 1);
+      if (step + AHEAD < STEPS) fetch(step + AHEAD);
       copy_commit();
       if (active) {
-        const bf16* stage = stages + step % STAGES * STAGE + g * 32 + t * 8;
+        const bf16* stage = stages + step % BUFFERS * STAGE + g * 32 + t * 8;
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
+        for (int slot = 0; slot < DEPTH; slot++) {
+          const int pair = step * DEPTH + slot;
+          if (PAIRS % DEPTH != 0 && pair >= PAIRS) break;
 #pragma unroll
-          for (int tile = 0; tile < TOKENS; tile++)
-            if (tile < token_tiles) {
-              const V4 x = *(const V4*)(stage + pair * SHEET + tile * 8 * 32);
+          for (int tile = 0; tile < TOKENS; tile += GROUP) {
+            V4 x[GROUP];
 #pragma unroll
-              for (int row = 0; row < ROWS; row++) mma(sum[row][tile], ring[pair][row][0], x.x, x.y);
+            for (int i = 0; i < GROUP; i++) x[i] = *(const V4*)(stage + slot * SHEET + (tile + i) * 8 * 32);
 #pragma unroll
-              for (int row = 0; row < ROWS; row++) mma(sum[row][tile], ring[pair][row][1], x.z, x.w);
-            }
-          if (step + 1 < STEPS) load(pair, weights, 2 * step + 2 + pair);
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+              for (int i = 0; i < GROUP; i++)
+#pragma unroll
+                for (int row = 0; row < ROWS; row++)
+                  mma(sum[row][tile + i], ring[slot][row][half], half ? x[i].z : x[i].x, half ? x[i].w : x[i].y);
+          }
+          if (pair + DEPTH < PAIRS) load(slot, weights, pair + DEPTH);
         }
       }
     }

@@ -2,7 +2,7 @@
  * Buffers   logits [L, WEIGHT_N] f32 · x [R, WEIGHT_K] f32 (FUSED), or h [L, WEIGHT_K] bf16, made by norm.cu · weight packed [WEIGHT_N, WEIGHT_K]
  *           norm [WEIGHT_K] f32 · logit_row [L] u32
  * Launch    grid (stride over row tiles, token groups), block 256: warp = ROW_TILES row tiles, the group's tokens in shared memory
- *           STAGED: grid (row tiles / (8 · ROW_TILES), token groups), block 256
+ *           STAGED: grid (row tiles / (WARPS · ROW_TILES), token groups), block 32 · WARPS
  * Numerics  one slice (gemm.cuh), norm.cuh              Pad rows  computed like any row
  * Capture   no allocation, sync or readback            Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; no spills
  * Reference kernels/src/ops/head.rs */
@@ -18,21 +18,20 @@ DI void store_logits(float* logits, const float (&sum)[4], int row_tile, int tok
     if (l + q % 2 < rows && id + q / 2 * 8 < WEIGHT_N) st_f32(logits + (u64)(l + q % 2) * WEIGHT_N + id + q / 2 * 8, sum[q]);
 }
 
-KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
+KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     head(float* logits, const void* x, const V4* weight, const float* norm, const u32* logit_row, u32 rows) {
   DYNAMIC_SHARED;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #if STAGED
-  typedef Staged<K_TILES, ROW_TILES, TOKEN_TILES, 256> Work;
-  const int row_tile = (blockIdx.x * 8 + warp) * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
+  typedef Staged<K_TILES, ROW_TILES, TOKEN_TILES, WARPS, STAGE_PAIRS, STAGES> Work;
+  const int row_tile = (blockIdx.x * WARPS + warp) * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
   const bool active = row_tile < N_TILES;
   const V4* mine = weight + (u64)(active ? row_tile : 0) * K_TILES * 32 + lane;
   Work work;
   work.start(mine);
   wait_for_predecessor(rows);
   let_successor_start();
-  work.run((bf16*)dynamic_shared, mine, active, TOKEN_TILES,
-           [&](int i) { return token + i < (int)rows ? (const bf16*)x + (u64)(token + i) * WEIGHT_K : nullptr; });
+  work.run((bf16*)dynamic_shared, mine, active, [&](int i) { return (const bf16*)x + (u64)min_of(token + i, rows - 1) * WEIGHT_K; });
   if (!active) return;
 #pragma unroll
   for (int row = 0; row < ROW_TILES; row++)

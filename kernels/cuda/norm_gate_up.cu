@@ -3,7 +3,7 @@
  *           weight packed [WEIGHT_N, WEIGHT_K], gate and up rows of an output in one tile · norm [WEIGHT_K] f32
  * Launch    SLICES 8: grid (row tiles / ROW_TILES, token tiles / TOKEN_TILES), block 256: warp = K slice
  *           SLICES 1: grid (stride over row tiles, token groups), block 256: warp = ROW_TILES row tiles, the group's tokens in shared memory
- *           STAGED (SLICES 1): grid (row tiles / (8 · ROW_TILES), token groups), block 256
+ *           STAGED (SLICES 1): grid (row tiles / (WARPS · ROW_TILES), token groups), block 32 · WARPS
  *           HELD: all weights of a block are in registers and shared memory before the wait. EAGER: common.cuh
  * Numerics  gemm.cuh, norm.cuh; silu(g) = g / (1 + exp(−g)), product in fp32, one rounding
  * Pad rows  computed like any row                    Capture   no allocation, sync or readback
@@ -21,7 +21,7 @@ DI void store_gated(bf16* out, const float (&sum)[4], int row_tile, int token, i
   if (r + 1 < rows) st_bf16(out + (u64)(r + 1) * INNER + output, bf16_round(silu(sum[1]) * sum[3]));
 }
 
-KERNEL void __launch_bounds__(256, BLOCKS_PER_SM) norm_gate_up(bf16* out, const void* x, const V4* weight, const float* norm, u32 rows) {
+KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) norm_gate_up(bf16* out, const void* x, const V4* weight, const float* norm, u32 rows) {
   DYNAMIC_SHARED;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #if SLICES == 8
@@ -58,15 +58,14 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM) norm_gate_up(bf16* out, const 
     }
   }
 #elif STAGED
-  typedef Staged<K_TILES, ROW_TILES, TOKEN_TILES, 256> Work;
-  const int row_tile = (blockIdx.x * 8 + warp) * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
+  typedef Staged<K_TILES, ROW_TILES, TOKEN_TILES, WARPS, STAGE_PAIRS, STAGES> Work;
+  const int row_tile = (blockIdx.x * WARPS + warp) * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
   const bool active = row_tile < N_TILES;
   const V4* mine = weight + (u64)(active ? row_tile : 0) * K_TILES * 32 + lane;
   Work work;
   work.start(mine);
   wait_and_let_start<EAGER>(rows);
-  work.run((bf16*)dynamic_shared, mine, active, TOKEN_TILES,
-           [&](int i) { return token + i < (int)rows ? (const bf16*)x + (u64)(token + i) * WEIGHT_K : nullptr; });
+  work.run((bf16*)dynamic_shared, mine, active, [&](int i) { return (const bf16*)x + (u64)min_of(token + i, rows - 1) * WEIGHT_K; });
   if (!active) return;
 #pragma unroll
   for (int row = 0; row < ROW_TILES; row++)

@@ -3,6 +3,7 @@
 //! Weights with eight slices give each slice a warp; weights with one give each row tile a warp. Small steps normalise their
 //! rows in every block (one launch); larger ones make the norm apart.
 
+use super::staging::Staging;
 use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, define};
 use crate::contract::{self, GemmKind, K_TILE, ROW_TILE};
 use crate::ops::{GemmAdd, Head, NormGateUp, NormGemm};
@@ -148,6 +149,7 @@ impl GateUpOfNormed {
         gpu.require_shared(op, shared_bytes)?;
         let mut defines = shape.defines();
         defines.extend(tiling.defines());
+        defines.push(define("WARPS", BLOCK as usize / 32));
         defines.extend([flag("STAGED", false), flag("FUSED", false), flag("EAGER", false), flag("HELD", held)]);
         defines.extend([define("HELD_SHARED", held_bytes), define_bits("EPS_BITS", 0.0)]);
         Ok(Launch {
@@ -185,7 +187,7 @@ impl NormApart {
         let function = if self.row_of.is_some() { "norm_logit_rows" } else { "norm_rows" };
         Launch {
             kernel: Kernel { source: "norm.cu", function, defines },
-            grid: [self.rows.div_ceil(8) as u32, 1, 1],
+            grid: [self.rows as u32, 1, 1],
             block: BLOCK,
             workspace_bytes: if self.h == Arg::Workspace { self.rows * self.x.width * 2 } else { 0 },
             args,
@@ -283,7 +285,7 @@ pub(super) enum WholeForm {
     /// Tokens of a group stay in shared memory, a warp walks row tiles.
     Resident { tiling: Tiling, bytes: usize },
     /// Tokens are staged; the norm is apart.
-    Staged { tiling: Tiling, bytes: usize },
+    Staged(Staging),
 }
 
 impl WholeForm {
@@ -303,15 +305,8 @@ impl WholeForm {
             let (tiling, bytes) = resident(1);
             return WholeForm::Resident { tiling, bytes };
         }
-        let row_tiles = if shape.row_tiles().is_multiple_of(2) { 2 } else { 1 };
-        let tiling = Tiling { row_tiles, token_tiles: rows.div_ceil(8).clamp(4, 16), blocks_per_sm: 1 };
-        WholeForm::Staged { tiling, bytes: staged_bytes(tiling.token_tiles) }
+        WholeForm::Staged(Staging::deep(shape, rows))
     }
-}
-
-/// `gemm.cuh`, `Staged::SHARED_BYTES`.
-pub(super) fn staged_bytes(token_tiles: usize) -> usize {
-    3 * 2 * token_tiles * 8 * 32 * 2
 }
 
 /// What the one-slice GEMMs of a norm share.
@@ -330,24 +325,30 @@ impl NormedWhole {
     /// `args` makes the arguments from that of the activations.
     fn launches(&self, gpu: &GpuFacts, args: impl Fn(Arg) -> Vec<Arg>) -> Result<Vec<Launch>, LaunchError> {
         let NormedWhole { op, source, shape, rows, x, norm, eps, row_of } = *self;
-        let form = WholeForm::choose(&shape, rows, gpu);
-        let (tiling, bytes, staged) = match form {
-            WholeForm::Resident { tiling, bytes } => (tiling, bytes, false),
-            WholeForm::Staged { tiling, bytes } => (tiling, bytes, true),
+        let one_wave = Staging::one_wave(&shape, rows, gpu).filter(|_| row_of.is_none());
+        let form = one_wave.map_or_else(|| WholeForm::choose(&shape, rows, gpu), WholeForm::Staged);
+        let mut defines = shape.defines();
+        let (tiling, warps, bytes, staged) = match form {
+            WholeForm::Resident { tiling, bytes } => {
+                defines.extend(tiling.defines());
+                defines.push(define("WARPS", BLOCK as usize / 32));
+                (tiling, BLOCK as usize / 32, bytes, false)
+            }
+            WholeForm::Staged(staging) => {
+                defines.extend(staging.defines());
+                (staging.tiling, staging.warps, staging.bytes(), true)
+            }
         };
         gpu.require_shared(op, bytes)?;
-        let mut defines = shape.defines();
-        defines.extend(tiling.defines());
         defines.extend([flag("STAGED", staged), flag("FUSED", !staged), flag("EAGER", true), flag("HELD", false)]);
         defines.extend([define("HELD_SHARED", 0), define_bits("EPS_BITS", eps)]);
-        let per_block = 8 * tiling.row_tiles;
-        let blocks = shape.row_tiles().div_ceil(per_block);
+        let blocks = shape.row_tiles().div_ceil(warps * tiling.row_tiles);
         let grid_x = if staged { blocks } else { blocks.min(gpu.sm_count * tiling.blocks_per_sm) };
         let h = Arg::Workspace;
         let gemm = Launch {
             kernel: Kernel { source, function: op, defines },
             grid: [grid_x as u32, tiling.token_groups(rows), 1],
-            block: BLOCK,
+            block: 32 * warps as u32,
             shared_bytes: bytes as u32,
             workspace_bytes: if staged { rows * shape.k * 2 } else { 0 },
             args: args(if staged { h } else { Arg::Buffer(x) }),
@@ -382,6 +383,7 @@ impl NormGateUp {
         gpu.require_shared(op, shared_bytes)?;
         let mut defines = shape.defines();
         defines.extend(tiling.defines());
+        defines.push(define("WARPS", BLOCK as usize / 32));
         defines.extend([flag("STAGED", false), flag("FUSED", fused), flag("EAGER", true), flag("HELD", false)]);
         defines.extend([define("HELD_SHARED", 0), define_bits("EPS_BITS", self.eps)]);
         let h = Arg::Workspace;

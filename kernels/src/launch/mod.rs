@@ -12,6 +12,7 @@ mod gemm;
 mod mla;
 mod moe;
 mod sample;
+mod staging;
 mod step;
 
 use crate::spec::{BufferId, WeightId};
