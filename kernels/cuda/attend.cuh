@@ -392,11 +392,12 @@ struct Attend {
   /* What is left to fold once the row's blocks have met: nothing when `shares` is 0 (fold.cuh). */
   struct Rest { int next, count, share, shares; };
 
-  /* Takes groups split · per_split … of the row's; split 0 begins a total. */
+  /* Takes an even share of the row's groups, the longer shares last, where the last group may be short; split 0 begins a total. */
   template <class PartAt, class LoadQuery>
   DI Rest run(const PartAt& part_at, const LoadQuery& load_query, bf16* out, const Partials& partials, int split, int splits, u32 rows) {
-    const int groups = ceil_div(length, ATTENTION_GROUP), per_split = ceil_div(groups, splits), used = ceil_div(groups, per_split);
-    const int first = split * per_split * GROUP_TILES, end = min_of(first + per_split * GROUP_TILES, ceil_div(length, 64));
+    const int groups = ceil_div(length, ATTENTION_GROUP), used = min_of(groups, splits), next = groups / used; /* split 0 has `next` groups */
+    const int first = min_of(split, used) * groups / used * GROUP_TILES;
+    const int end = min_of(min_of(split + 1, used) * groups / used * GROUP_TILES, ceil_div(length, 64));
     const int ring_end = min_of(min_of(end * 64, length), first * 64 + RING);
     int slot = 0; /* the next to ask for */
     fresh = ring_end;
@@ -465,7 +466,7 @@ struct Attend {
       leave_ml(partials, 0, total_m, total_l);
       leave<VALUE_COLUMNS, VALUE_TILES>(partials, 0, total, 0);
     }
-    return Rest{per_split, groups - per_split + 1, split, used};
+    return Rest{next, groups - next + 1, split, used};
   }
 
   /* Takes tile `rank` of group `group` and value columns rank · SLICE …. `inboxes` [TEAM][TEAM][HEADS][64] of the team, a block's scores from all:

@@ -10,7 +10,7 @@ use crate::script::{self, Transcript, first_divergence};
 use crate::stats::Summary;
 use crate::subject::{Subject, SubjectArgs};
 use serde_json::{Value, json};
-use slotgraph_graphs::cuda::Chains;
+use slotgraph_graphs::cuda::{Chains, device_count};
 use slotgraph_graphs::cuda::libs::{DRIVER, LibraryError, NCCL, NVRTC, Search};
 use slotgraph_graphs::device::Device;
 use slotgraph_graphs::fault::{Fault, FaultDevice};
@@ -38,7 +38,12 @@ pub fn run(args: &Args) -> Result<Outcome, ProbeError> {
     let machine = Machine::read();
     let libraries = libraries(args);
     let missing = |name: &str| libraries[name].get("error").and_then(Value::as_str).map(String::from);
-    let gpus = machine.gpus.len();
+    // Those that the driver shows this process, which may be fewer; all of them when it cannot be asked, so that its check fails.
+    let folders: Vec<PathBuf> = args.lib_dir.iter().cloned().collect();
+    let gpus = match machine.gpus.len() {
+        0 => 0,
+        all => device_count(&folders).unwrap_or(all),
+    };
     draft.detail("libraries", &libraries);
 
     let cpu = subject("cpu", None, args, None)?;

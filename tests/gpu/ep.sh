@@ -188,8 +188,16 @@ ep2_shape() {
 }
 
 ep2_speed() {
-  local transport
+  ep2_one_gpu
+  ep2_two_gpus
+}
+
+ep2_one_gpu() {
   run ep2-bench-one-gpu bench-decode "${lite[@]}" --device cuda --rows 1,8,32,64,128 --context 64 --warmup 32 --steps 256 --repeats 2
+}
+
+ep2_two_gpus() {
+  local transport
   for transport in p2p nccl; do
     run "ep2-bench-$transport" bench-decode "${lite[@]}" "${ep2_flags[@]}" --transport $transport --rows 1,8,32,64,128 \
       --context 64 --warmup 32 --steps 256 --repeats 2

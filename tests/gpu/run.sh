@@ -344,7 +344,7 @@ for stage in "$@"; do
   only=''
   [ "$stage" = "${stage#*=}" ] || only=${stage#*=}
   case ${stage%%=*} in
-    correctness | doctor | check-ops | check-ops-shapes | exactness | long | readiness | readiness-models | sanitizer | starts | replays | load | bench | bench-contexts | bench-eager | bench-long | attribution | serve | reliability | soak | gates | ep-shared | ep2 | ep2-core | ep2-bits | ep2-shape | ep2-speed | ep2-gates)
+    correctness | doctor | check-ops | check-ops-shapes | exactness | long | readiness | readiness-models | sanitizer | starts | replays | load | bench | bench-contexts | bench-eager | bench-long | attribution | serve | reliability | soak | gates | ep-shared | ep2 | ep2-core | ep2-bits | ep2-shape | ep2-speed | ep2-one-gpu | ep2-two-gpus | ep2-gates)
       name=${stage%%=*}
       "${name//-/_}"
       ;;

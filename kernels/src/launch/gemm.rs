@@ -65,6 +65,11 @@ impl Shape {
     }
 }
 
+/// Multiprocessors of the GPU that tilings were tuned on, an H200; on others they are as right, and less well chosen.
+const TUNED_SMS: usize = 132;
+/// Rounds of blocks of two row tiles from which on four a block are better: tokens pass through the L2 half as often, and no second round begins.
+const ROUNDS_OF_TWO_ROW_TILES: f64 = 1.3;
+
 /// Row tiles and token tiles of one block or warp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tiling {
@@ -74,15 +79,19 @@ pub(super) struct Tiling {
 }
 
 impl Tiling {
-    /// For eight slices: one row tile a block while weights are all the traffic, more as activations are.
+    /// For eight slices: one row tile a block while weights are all the traffic, more as activations are, and as many blocks as would need a
+    /// second round.
     pub fn sliced(rows: usize, row_tiles: usize) -> Tiling {
         let tokens = rows.div_ceil(8);
+        let rounds = |token_tiles, blocks_per_sm: usize| {
+            (row_tiles / 2 * tokens.div_ceil(token_tiles)) as f64 / (blocks_per_sm * TUNED_SMS) as f64
+        };
         let (wanted_rows, token_tiles) = match tokens {
             1 => (1, 1),
             2 => (1, 2),
-            3 | 4 => (2, 4),
-            5..=8 => (2, 4),
-            9..=16 => (2, 8),
+            3..=4 => (2, 4),
+            5..=8 if rounds(4, 2) < ROUNDS_OF_TWO_ROW_TILES => (2, 4),
+            9..=16 if rounds(8, 1) < ROUNDS_OF_TWO_ROW_TILES => (2, 8),
             _ => (4, 8),
         };
         let row_tiles = (1..=wanted_rows).rev().find(|rows| row_tiles.is_multiple_of(*rows)).unwrap_or(1);
