@@ -17,8 +17,9 @@ pub struct Exchange {
 
 /// Rows that one launch of the peer-to-peer exchange moves; longer shapes go in pieces.
 pub const PIECE_ROWS: usize = 256;
-/// Most rows that travel as lines, each float with its epoch: to about here a fence and a flag cost more than twice the bytes.
-pub const LINE_ROWS: usize = 16;
+/// Most rows that travel as lines, each float with its epoch: a fence and a flag cost more than twice the bytes. Eight rows of lines took 3.3 ms a
+/// step at first and 11.3 after some tens of steps on two H200s, for a reason not found, where flags take 3.5.
+pub const LINE_ROWS: usize = 1;
 /// Blocks of such a launch, always: a block meets its namesakes on the other ranks.
 pub const BLOCKS: usize = 32;
 /// Places for ranks in the scratch header and among the kernel's arguments.
