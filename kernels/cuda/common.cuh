@@ -141,14 +141,16 @@ DI void let_successor_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-/* Both of the above, in the order that the launch asks for. The successor may start
- *    1   at once: before this kernel's predecessor has finished, and asks for its weights meanwhile (eager)
- *    0   once this kernel has waited
- *   -1   when this kernel's blocks leave: where they fill the GPU, blocks that start earlier crowd on the SMs that are free first */
+/* Both of the above, in the order that the launch asks for: when the successor may start. */
+enum Start {
+  AT_EXIT = -1,   /* when this kernel's blocks leave: where they fill the GPU, blocks that start earlier crowd on the SMs that are free first */
+  AFTER_WAIT = 0, /* once this kernel has waited */
+  AT_ONCE = 1     /* before this kernel's predecessor has finished, to ask for its weights meanwhile (eager) */
+};
 template <int SUCCESSOR> DI void wait_and_let_start(u32 rows) {
-  if (SUCCESSOR > 0) let_successor_start();
+  if (SUCCESSOR == AT_ONCE) let_successor_start();
   wait_for_predecessor(rows);
-  if (SUCCESSOR == 0) let_successor_start();
+  if (SUCCESSOR == AFTER_WAIT) let_successor_start();
 }
 DI void fence_device() { __threadfence(); }
 DI void fence_system() { __threadfence_system(); }

@@ -3,7 +3,7 @@
  *           (ops/exchange.rs, `Scratch`; peers from RANKS on are NULL) · status: words in pinned host memory (`status` there)
  * Scalars   rank (this one), rows, first and count of the piece: constants of the step shape
  * Launch    grid BLOCKS whatever the size, block THREADS; all blocks are resident at once, since each may spin on its namesake elsewhere
- *           LINES (few rows): each float travels with its epoch in eight bytes that are stored and seen as one, so the reader looks for the data
+ *           LINES (one row): each float travels with its epoch in eight bytes that are stored and seen as one, so the reader looks for the data
  *           itself: no fence, no flag after the data, no barrier; twice the bytes. Else data, then a flag a block
  * Numerics  bytes are moved, nothing is added        Pad rows  moved like any row
  * Capture   no allocation, sync or readback: the epoch is in device memory, so a replayed graph moves on by itself
@@ -11,7 +11,7 @@
  *           A rank writes a half again at epoch e + 2, after its launch e + 1 has ended, in which it saw a flag or a line of epoch e + 1 from every
  *           peer; and a peer sends that only after its launch e, which read the half, has ended (the stream's order, or the wait of a programmatic
  *           edge: the launch lets its successor start early, but reads and writes nothing before its own wait, and ends after it). A line holds
- *           the epoch that it was last used in, so an old one is taken for new only 2^32 exchanges later, all of them with fewer rows.
+ *           the epoch that it was last used in, so an old one is taken for new only 2^32 exchanges later, none of them of LINES.
  * Failure   A spin that lasts longer than the status page's limit, or is told to stop, says which rank it waited for, the epoch it
  *           wanted and the one it saw; it then goes on, and no later launch waits again. The host loses the device.
  * Cost      count · HIDDEN · 4 B (LINES: 8 B) · (RANKS - 1) over the links    Reference kernels/src/ops/exchange.rs */
@@ -58,7 +58,7 @@ DI V2 await_line(const u8* line, u8* own, u32* status, u32 rank, u32 peer, u32 e
 KERNEL void __launch_bounds__(THREADS, 1)
     exchange(float* gathered, const float* partial, u8* own, u8* peer0, u8* peer1, u8* peer2, u8* peer3, u8* peer4, u8* peer5, u8* peer6, u8* peer7,
              u32* status, u32 rank, u32 rows, u32 first, u32 count) {
-  wait_and_let_start<0>(rows);
+  wait_and_let_start<AFTER_WAIT>(rows);
   u8* const peers[PEERS_MAX] = {peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7};
   const u32 epoch = ld_act_u32(word_at(own, EPOCHS_AT + blockIdx.x * 4)) + 1;
   const bool failed = ld_act_u32(word_at(own, FAILED_AT)) != 0;
@@ -99,7 +99,7 @@ DI void await_flag(u8* own, u32* status, u32 rank, u32 peer, u32 epoch, u32 rows
 KERNEL void __launch_bounds__(THREADS, 1)
     exchange(float* gathered, const float* partial, u8* own, u8* peer0, u8* peer1, u8* peer2, u8* peer3, u8* peer4, u8* peer5, u8* peer6, u8* peer7,
              u32* status, u32 rank, u32 rows, u32 first, u32 count) {
-  wait_and_let_start<0>(rows);
+  wait_and_let_start<AFTER_WAIT>(rows);
   u8* const peers[PEERS_MAX] = {peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7};
   const u32 epoch = ld_act_u32(word_at(own, EPOCHS_AT + blockIdx.x * 4)) + 1;
   const bool failed = ld_act_u32(word_at(own, FAILED_AT)) != 0;

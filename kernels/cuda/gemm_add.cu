@@ -21,7 +21,7 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM) gemm_add(float* x, const bf16*
 
   Tile::Work work;
   work.start(mine, first, end);
-  wait_and_let_start<true>(rows);
+  wait_and_let_start<AT_ONCE>(rows);
   const auto tokens = rows_of<K_TILES, TOKEN_TILES, WEIGHT_K>(input, token, rows, lane);
   /* The sums so far, asked for now and needed last. */
   constexpr int EACH = ceil_div(TOKEN_TILES * 8 * 16, 256);

@@ -11,7 +11,8 @@ constexpr int HEAD_DIM = VALUE_WIDTH;
 static_assert(KEY_WIDTH == HEAD_DIM, "a shared row is k, then v, of one kv head");
 static_assert(CACHE_WIDTH == 2 * KV_HEADS * HEAD_DIM, "a cache row is k of all kv heads, then v");
 
-typedef Attend<HEADS, HEADS * KV_HEADS, KEY_WIDTH, VALUE_WIDTH, HEAD_DIM, 2, HEAD_DIM, CACHE_WIDTH, PAGES_PER_SLOT, GROUPS, WARPS, STEP_TILES, SLOT_KEYS, SLOTS, 1, SUCCESSOR>
+typedef Attend<HEADS, HEADS * KV_HEADS, KEY_WIDTH, VALUE_WIDTH, HEAD_DIM, 2, HEAD_DIM, CACHE_WIDTH, PAGES_PER_SLOT, GROUPS, WARPS, STEP_TILES, SLOT_KEYS, SLOTS, 1,
+               SUCCESSOR>
     Block;
 
 KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)

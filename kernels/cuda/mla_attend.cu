@@ -10,7 +10,9 @@
 constexpr int ROPE_DIM = KEY_WIDTH - VALUE_WIDTH;
 static_assert(ROPE_DIM % 8 == 0 && VALUE_WIDTH % 8 == 0, "a chunk of 8 lies in one of the two parts");
 
-typedef Attend<HEADS, HEADS_ALL, KEY_WIDTH, VALUE_WIDTH, 0, 1, CACHE_WIDTH, CACHE_WIDTH, PAGES_PER_SLOT, GROUPS, WARPS, STEP_TILES, SLOT_KEYS, SLOTS, TEAM, SUCCESSOR> Block;
+typedef Attend<HEADS, HEADS_ALL, KEY_WIDTH, VALUE_WIDTH, 0, 1, CACHE_WIDTH, CACHE_WIDTH, PAGES_PER_SLOT, GROUPS, WARPS, STEP_TILES, SLOT_KEYS, SLOTS, TEAM,
+               SUCCESSOR>
+    Block;
 
 KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     mla_attend(bf16* o_lat, const bf16* q_lat, const bf16* q_rope, const bf16* pool, const u32* block_table, const u32* slot, const u32* position,

@@ -8,7 +8,7 @@ static_assert(HIDDEN % 4 == 0, "rows are read 16 bytes at a time");
 static_assert(RANKS == 1 || RANKS == 2 || RANKS == 4 || RANKS == 8, "the tree needs a power of two");
 
 KERNEL void __launch_bounds__(256) moe_combine(float* x, const float* gathered, const float* shared, u32 rows) {
-  wait_and_let_start<true>(rows);
+  wait_and_let_start<AT_ONCE>(rows);
   const u64 count = (u64)rows * HIDDEN, stride = (u64)gridDim.x * blockDim.x * 4;
   for (u64 i = ((u64)blockIdx.x * blockDim.x + threadIdx.x) * 4; i < count; i += stride) {
     F4 part[RANKS];

@@ -92,7 +92,7 @@ KERNEL void __launch_bounds__(256, 1)
     }
     if (RESIDUAL) old = __uint_as_float(ld_early_u32((const u32*)out + at));
   }
-  wait_and_let_start<true>(rows);
+  wait_and_let_start<AT_ONCE>(rows);
   while (item < items) {
     const V4* next = item + 8 < items ? weights_of(item + 8) : nullptr;
     if (item < shared_items) {
@@ -189,7 +189,7 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
     mine = weights_of(item);
     work.start(mine, 0, 2 * DEPTH);
   }
-  wait_and_let_start<true>(rows);
+  wait_and_let_start<AT_ONCE>(rows);
   while (item < items) {
     const int row_tile = item % N_TILES, which = item / N_TILES;
     const V4* next = item + stride < items ? weights_of(item + stride) : nullptr;
@@ -224,7 +224,7 @@ KERNEL void __launch_bounds__(256)
       ids[choice] = ld_early_u32(expert_id + row * TOP_K + choice);
       weights[choice] = __uint_as_float(ld_early_u32((const u32*)expert_weight + row * TOP_K + choice));
     }
-  wait_and_let_start<true>(rows);
+  wait_and_let_start<AT_ONCE>(rows);
   if (i >= count) return;
   F4 each[TOP_K], old = {0, 0, 0, 0}, half[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 #pragma unroll

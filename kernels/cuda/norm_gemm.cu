@@ -24,7 +24,7 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
 
   Tile::Work work;
   work.start(mine, first, end);
-  wait_and_let_start<true>(rows);
+  wait_and_let_start<AT_ONCE>(rows);
 #if FUSED
   bf16* normed = (bf16*)(slices + Tile::SHARED_FLOATS);
   norm_rows_to_shared<WEIGHT_K, STRIDE>(normed, slices, rows, norm, __uint_as_float(EPS_BITS),

@@ -1,7 +1,7 @@
 # Stages for expert parallelism, read by run.sh: ep-shared needs one GPU, which two ranks share; ep2 needs two. It is ep2-speed and ep2-shape
-# (the real shape's graphs), with the GPUs to themselves, and then lanes beside one another: ep2-bits (the demo model's graphs and bits) and
-# ep2-gates (serving, failures, starts and stops): two minutes and seven.
-# usage: run.sh ep-shared | run.sh ep2 | run.sh ep2-core (bits, shape, speed) | run.sh ep2-gates[=LANE,…]
+# (the real shape's graphs), with the GPUs to themselves, and then the lanes of ep2-gates beside one another (the demo model's graphs and bits,
+# serving, failures, starts and stops): two minutes and seven.
+# usage: run.sh ep-shared | run.sh ep2 | run.sh ep2-core (ep2-bits, ep2-shape, ep2-speed = ep2-one-gpu and ep2-two-gpus) | run.sh ep2-gates[=LANE,…]
 # lanes: bits soak reliability failures-p2p failures-nccl surroundings cycles.
 # EP_CYCLES: starts and stops (default 100; after every fifth a start that is killed); EP_LANES: side by side (4); EP_SEED: of the kills.
 # EP_SOAK: seconds of the soak (360).
@@ -26,6 +26,7 @@ verdict() {
 serve_behind() {
   local name=$1
   shift
+  : > "$out/$name.log"
   "$probe" serve --port 0 --served-model-name m "$@" > "$out/$name.log" 2>&1 &
   pid=$!
   echo $pid >> "$scratch/pids"
@@ -75,7 +76,7 @@ fails() {
 
 # stops NAME SIGNAL FLAGS…: one start, one answered request, one signal; the exit must be in order and within ten seconds.
 stops() {
-  local name=$1 signal=$2 pid began address='' code=0 said=1
+  local name=$1 signal=$2 pid began address='' code=0 left said=1
   shift 2
   serve_behind "$name" "$@"
   await_ready "$out/$name.log" || said=0
@@ -88,7 +89,9 @@ stops() {
   while kill -0 $pid 2> /dev/null && [ $((SECONDS - began)) -lt 15 ]; do sleep 0.05; done
   took=$((SECONDS - began))
   if kill -0 $pid 2> /dev/null; then kill -9 $pid; code=124; fi
-  wait $pid 2> /dev/null || [ $code = 124 ] || code=$?
+  wait $pid 2> /dev/null
+  left=$?
+  [ $code = 124 ] || code=$left
   [ $said = 1 ] && [ $code = 0 ] && [ $took -le 10 ]
 }
 
@@ -108,7 +111,8 @@ killed() {
   sleep "$(printf '%d.%03d' $((millis / 1000)) $((millis % 1000)))"
   kill -9 $pid 2> /dev/null
   wait $pid 2> /dev/null || code=$?
-  [ -z "$busy" ] || wait "$busy" 2> /dev/null
+  # An answer that was whole before the kill says nothing.
+  [ -z "$busy" ] || ! wait "$busy" 2> /dev/null || return 1
   [ $code = 137 ]
 }
 
@@ -116,9 +120,9 @@ killed() {
 ep_failures() {
   local name=$1 transport=$2
   shift 2
-  fails "${name/@/rank-panics}" 30 'rank 1' "$@" --transport "$transport" --fault rank-panic@1
-  fails "${name/@/rank-stalls}" 45 'rank 1|rank 0 waited|did not finish' "$@" --transport "$transport" --fault rank-stall@1
-  fails "${name/@/start-stalls}" 60 'rank 1' "$@" --transport "$transport" --init-timeout 15 --fault start-stall@1
+  fails "${name/@/rank-panics}" 30 'rank 1 failed in phase step: panic' "$@" --transport "$transport" --fault rank-panic@1
+  fails "${name/@/rank-stalls}" 45 'rank 0 waited|did not finish' "$@" --transport "$transport" --fault rank-stall@1
+  fails "${name/@/start-stalls}" 60 'rank 1 is in' "$@" --transport "$transport" --init-timeout 15 --fault start-stall@1
 }
 
 ep_shared() {
@@ -235,7 +239,7 @@ ep2_lane() {
 
 # Cycle numbers FROM, FROM + STEP, …: a start and stop each, after every fifth a start and kill -9. A line of $scratch/cycles for each.
 ep2_cycles() {
-  local from=$1 step=$2 cycle name=ep2-cycle-$1 when
+  local from=$1 step=$2 cycle name=ep2-cycle-$1
   RANDOM=$((${EP_SEED:-1} + from))
   for ((cycle = from; cycle <= ${EP_CYCLES:-100}; cycle += step)); do
     [ "$(limit)" -gt 15 ] || break
@@ -256,7 +260,10 @@ cycle_of() {
 
 # Runs the lanes named, those that the stage asks for, side by side.
 ep2_lanes() {
-  local lane at=100 cycles='' shm began=$SECONDS
+  local lane at=$number cycles='' from shm began=$SECONDS
+  for lane in ${only//,/ }; do
+    case " $* " in *" $lane "*) ;; *) echo "no lane $lane in: $*" >&2; exit 2 ;; esac
+  done
   : > "$scratch/pids"
   : > "$scratch/cycles"
   shm=$(ls /dev/shm 2> /dev/null)
@@ -271,7 +278,7 @@ ep2_lanes() {
     fi
   done
   wait
-  number=900
+  number=$((at + 100))
   [ -z "$cycles" ] || ep2_cycles_verdict $((SECONDS - began))
   ep2_left_behind "$shm"
 }
@@ -280,7 +287,7 @@ ep2_cycles_verdict() {
   local cycles=${EP_CYCLES:-100} bad well
   well=$(grep -c '^ok' "$scratch/cycles")
   bad=$(grep '^bad' "$scratch/cycles" | head -n 5)
-  verdict ep2-cycles "$([ "$well" = $((cycles + cycles / 5)) ] && echo 1 || echo 0)" \
+  verdict ep2-cycles "$([ "$cycles" -ge 5 ] && [ "$well" = $((cycles + cycles / 5)) ] && echo 1 || echo 0)" \
     "$(grep -c '^ok.*stops' "$scratch/cycles") of $cycles starts and stops, $(grep -c '^ok.*killed' "$scratch/cycles") of $((cycles / 5)) kills${bad:+; $bad}" "$1"
 }
 
@@ -289,13 +296,14 @@ ep2_left_behind() {
   local left began=$SECONDS count
   while left=$(survivors "$1") && [ -n "$left" ] && [ $((SECONDS - began)) -lt 10 ]; do sleep 0.5; done
   count=$(wc -l < "$scratch/pids")
+  [ "$count" -gt 0 ] || return 0
   verdict ep2-left-behind "$([ -z "$left" ] && echo 1 || echo 0)" "$(tr '\n' ' ' <<< "${left:-nothing}")of $count servers" $((SECONDS - began))
 }
 
 # A word for each process of $scratch/pids that lives or is on a GPU, and for each entry of shared memory that is not in $1.
 survivors() {
   local pid on_gpus
-  on_gpus=$(nvidia-smi --query-compute-apps=pid --format=csv,noheader 2> /dev/null)
+  on_gpus=$(nvidia-smi --query-compute-apps=pid --format=csv,noheader 2> /dev/null) || [ -n "${EP_FLAGS:-}" ] || echo 'nvidia-smi does not answer'
   while read -r pid; do
     # The number may be another process's by now.
     if tr '\0' ' ' 2> /dev/null < "/proc/$pid/cmdline" | grep -q 'serve --port 0'; then echo "process $pid"; fi

@@ -101,7 +101,7 @@ fn what_several_ranks_launch_compiles() {
             asked.add_exchange(&Checkpoint::dummy(&shape("deepseek-v2-lite"), 0).unwrap(), ranks, arch);
         }
         let exchanges = asked.uses.keys().filter(|kernel| kernel.function == "exchange").count();
-        assert_eq!(exchanges, 3 * 2, "of few rows and of many, for each number of ranks");
+        assert_eq!(exchanges, 3 * 2, "of one row and of more, for each number of ranks");
         faults.extend(compiler.faults(&asked, arch));
     }
     none(faults);

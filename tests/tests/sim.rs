@@ -19,5 +19,7 @@ mod mutants;
 mod script;
 #[path = "sim/spy.rs"]
 mod spy;
+#[path = "sim/wires.rs"]
+mod wires;
 #[path = "sim/world.rs"]
 mod world;

@@ -203,11 +203,11 @@ impl Successor {
 
     fn define(self) -> (&'static str, String) {
         let value = match self {
-            Successor::AtExit => -1,
-            Successor::AfterWait => 0,
-            Successor::AtOnce => 1,
+            Successor::AtExit => "AT_EXIT",
+            Successor::AfterWait => "AFTER_WAIT",
+            Successor::AtOnce => "AT_ONCE",
         };
-        ("SUCCESSOR", value.to_string())
+        ("SUCCESSOR", value.into())
     }
 }
 

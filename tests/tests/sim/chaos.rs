@@ -1,6 +1,7 @@
 //! Seeded chaos: arrivals, floods, cancels, deadlines, stop strings, deaf clients, slow and lost settles, echoes, a dying device.
 
 use super::script::Rng;
+use super::wires::Wiring;
 use super::world::{Ask, Setup, World};
 use slotgraph_graphs::null::Settle;
 use slotgraph_graphs::spec::SamplingSpec;
@@ -22,11 +23,13 @@ pub struct Tally {
     pub swept: u64,
     pub nan_rows: u64,
     pub deaths: u64,
+    /// Exchanges in which a rank was ahead of another.
+    pub leads: u64,
 }
 
-/// Runs one seed under a policy; an error or a panic says what went wrong.
-pub fn run(seed: u64, policy: Policy) -> Result<Tally, String> {
-    let result = catch_unwind(AssertUnwindSafe(|| chaos(seed, policy)));
+/// Runs one seed under a policy and a wiring of its ranks; an error or a panic says what went wrong.
+pub fn run(seed: u64, policy: Policy, wiring: Wiring) -> Result<Tally, String> {
+    let result = catch_unwind(AssertUnwindSafe(|| chaos(seed, policy, wiring)));
     result.unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().cloned();
         let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
@@ -39,7 +42,7 @@ fn hungry(seed: u64) -> bool {
     seed % 3 == 1
 }
 
-fn setup(rng: &mut Rng, seed: u64, policy: Policy) -> Setup {
+fn setup(rng: &mut Rng, seed: u64, policy: Policy, wiring: Wiring) -> Setup {
     let slots_max = rng.between(1, 6) as usize;
     let pages_per_slot = rng.between(2, 5) as usize;
     let top = slots_max.next_power_of_two() as u64;
@@ -67,6 +70,8 @@ fn setup(rng: &mut Rng, seed: u64, policy: Policy) -> Setup {
         settle: settle(rng),
         echo: *rng.pick(&[0, 0, 2, 20]),
         seed,
+        ranks: if wiring == Wiring::Sound { [1, 2, 4, 8][seed as usize % 4] } else { [2, 4, 8][seed as usize % 3] },
+        wiring,
     }
 }
 
@@ -140,9 +145,9 @@ fn disturb(world: &mut World, rng: &mut Rng) {
     }
 }
 
-fn chaos(seed: u64, policy: Policy) -> Result<Tally, String> {
+fn chaos(seed: u64, policy: Policy, wiring: Wiring) -> Result<Tally, String> {
     let mut rng = Rng::new(seed);
-    let setup = setup(&mut rng, seed, policy);
+    let setup = setup(&mut rng, seed, policy, wiring);
     let mut world = World::new(&setup);
     let busy = rng.between(2, 12);
     let rough = if rng.once_in(4) { u64::MAX } else { rng.between(2, 20) };
@@ -195,6 +200,7 @@ fn chaos(seed: u64, policy: Policy) -> Result<Tally, String> {
         late_records: load.late_records.load(Relaxed),
         nan_rows: load.nan_rows.load(Relaxed),
         deaths: u64::from(world.dead.is_some()),
+        leads: world.wires.lock().expect("nobody panicked").leads,
         ..Tally::default()
     };
     for trace in traces {
@@ -218,7 +224,7 @@ fn chaos_changes_no_token_and_leaks_nothing() {
     let mut total = Tally::default();
     let seeds = seeds(1500);
     for seed in seeds.clone() {
-        match run(seed, Policy::default()) {
+        match run(seed, Policy::default(), Wiring::Sound) {
             Ok(tally) => {
                 total.steps += tally.steps;
                 total.choices += tally.choices;
@@ -228,6 +234,7 @@ fn chaos_changes_no_token_and_leaks_nothing() {
                 total.swept += tally.swept;
                 total.nan_rows += tally.nan_rows;
                 total.deaths += tally.deaths;
+                total.leads += tally.leads;
             }
             Err(wrong) => panic!("SEED={seed}\n{wrong}"),
         }
@@ -235,8 +242,15 @@ fn chaos_changes_no_token_and_leaks_nothing() {
     println!("{} seeds: {total:?}", seeds.end - seeds.start);
     if seeds.end - seeds.start > 1 {
         assert!(total.steps >= 100_000, "{total:?}");
-        let seen =
-            [total.preemptions, total.late_records, total.shared_tokens, total.swept, total.nan_rows, total.deaths];
+        let seen = [
+            total.preemptions,
+            total.late_records,
+            total.shared_tokens,
+            total.swept,
+            total.nan_rows,
+            total.deaths,
+            total.leads,
+        ];
         assert!(seen.iter().all(|&count| count > 50), "the chaos is too tame: {total:?}");
     }
 }

@@ -1,17 +1,19 @@
-//! Each rule of the scheduler turned off in turn: the chaos must notice.
+//! Each rule of the scheduler, and of the exchange between ranks, turned off in turn: the chaos must notice.
 
 use super::chaos::run;
+use super::wires::Wiring;
 use slotgraph_runtime::policy::Policy;
 
 /// Seeds that a mutant may survive before the simulator counts as blind to it.
 const PATIENCE: u64 = 400;
 
-fn caught(policy: Policy) -> String {
+fn caught(policy: Policy, wiring: Wiring) -> String {
     let quiet = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
-    let found = (0..PATIENCE).find_map(|seed| run(seed, policy).err().map(|wrong| format!("seed {seed}: {wrong}")));
+    let found =
+        (0..PATIENCE).find_map(|seed| run(seed, policy, wiring).err().map(|wrong| format!("seed {seed}: {wrong}")));
     std::panic::set_hook(quiet);
-    found.unwrap_or_else(|| panic!("{PATIENCE} seeds did not notice {policy:?}"))
+    found.unwrap_or_else(|| panic!("{PATIENCE} seeds did not notice {policy:?}, {wiring:?}"))
 }
 
 #[test]
@@ -29,8 +31,22 @@ fn every_rule_that_is_turned_off_is_noticed() {
         (Policy { first_come: false, ..on }, "was seated before"),
     ];
     for (policy, sign) in mutants {
-        let wrong = caught(policy);
+        let wrong = caught(policy, Wiring::Sound);
         println!("{wrong}");
         assert!(wrong.contains(sign), "{policy:?} was noticed by {wrong:?}");
+    }
+}
+
+#[test]
+fn every_rule_of_the_exchange_that_is_turned_off_is_noticed() {
+    for (wiring, sign) in [
+        (Wiring::OneHalf, "had not read"),
+        (Wiring::NoWait, "read"),
+        (Wiring::Swapped, "read Some"),
+        (Wiring::Skipped, "layer"),
+    ] {
+        let wrong = caught(Policy::default(), wiring);
+        println!("{wrong}");
+        assert!(wrong.contains(sign), "{wiring:?} was noticed by {wrong:?}");
     }
 }

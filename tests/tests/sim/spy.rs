@@ -1,10 +1,13 @@
-//! A spy around the null device: reports old records again, as a device with a broken ring might.
+//! A spy around the null device: reports old records again, as a device with a broken ring might, and lets a step settle when all ranks have
+//! ended its exchanges.
 
 use super::script::Rng;
+use super::wires::Wires;
 use slotgraph_graphs::device::{Device, DeviceError, DeviceFacts};
 use slotgraph_graphs::null::NullDevice;
 use slotgraph_graphs::step::{Record, StepInput, StepOutput};
 use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
 
 pub struct Spy {
     device: NullDevice,
@@ -13,11 +16,30 @@ pub struct Spy {
     echo: u64,
     old: VecDeque<Record>,
     pub echoed: u64,
+    wires: Arc<Mutex<Wires>>,
+    /// Steps that have not settled.
+    open: VecDeque<u64>,
+    /// Polls in a row that ranks let go by.
+    late: u32,
 }
 
 impl Spy {
-    pub fn new(device: NullDevice, seed: u64, echo: u64) -> Self {
-        Spy { device, rng: Rng::new(seed), echo, old: VecDeque::new(), echoed: 0 }
+    pub fn new(device: NullDevice, seed: u64, echo: u64, wires: Arc<Mutex<Wires>>) -> Self {
+        let (old, open) = (VecDeque::new(), VecDeque::new());
+        Spy { device, rng: Rng::new(seed), echo, old, echoed: 0, wires, open, late: 0 }
+    }
+
+    /// Whether all ranks have ended the oldest step; every third question in a row is answered when they have.
+    fn exchanged(&mut self, all: bool) -> bool {
+        let Some(&step) = self.open.front() else { return true };
+        let done = self.wires.lock().expect("nobody panicked").settled(step, all || self.late == 2);
+        self.late = if done { 0 } else { self.late + 1 };
+        done
+    }
+
+    fn settle(&mut self, output: &mut StepOutput) {
+        self.open.retain(|step| *step > output.step);
+        self.repeat(output);
     }
 
     fn repeat(&mut self, output: &mut StepOutput) {
@@ -51,19 +73,26 @@ impl Spy {
 
 impl Device for Spy {
     fn enqueue(&mut self, input: &StepInput) -> Result<(), DeviceError> {
-        self.device.enqueue(input)
+        self.device.enqueue(input)?;
+        self.wires.lock().expect("nobody panicked").enqueue(input);
+        self.open.push_back(input.step);
+        Ok(())
     }
     fn poll(&mut self, output: &mut StepOutput) -> Result<bool, DeviceError> {
+        if !self.exchanged(false) {
+            return Ok(false);
+        }
         let settled = self.device.poll(output)?;
         if settled {
-            self.repeat(output);
+            self.settle(output);
         }
         Ok(settled)
     }
     fn wait(&mut self, output: &mut StepOutput) -> Result<bool, DeviceError> {
+        self.exchanged(true);
         let settled = self.device.wait(output)?;
         if settled {
-            self.repeat(output);
+            self.settle(output);
         }
         Ok(settled)
     }

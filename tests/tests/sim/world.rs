@@ -4,6 +4,7 @@ use super::client::Client;
 use super::model::{Known, Model};
 use super::script::{EOS, script};
 use super::spy::Spy;
+use super::wires::{Wires, Wiring};
 use slotgraph_graphs::null::{NullControl, NullDevice, NullOptions, Settle};
 use slotgraph_graphs::spec::SamplingSpec;
 use slotgraph_graphs::step::StepLimits;
@@ -32,6 +33,9 @@ pub struct Setup {
     /// Once in this many records an old one is reported again; 0 is never.
     pub echo: u64,
     pub seed: u64,
+    /// Ranks that exchange, and a rule of it that is off.
+    pub ranks: usize,
+    pub wiring: Wiring,
 }
 
 impl Setup {
@@ -55,6 +59,8 @@ impl Setup {
             settle: Settle::AtOnce,
             echo: 0,
             seed: 1,
+            ranks: 1,
+            wiring: Wiring::Sound,
         }
     }
 }
@@ -101,6 +107,7 @@ pub struct World {
     pub clients: Vec<Client>,
     /// Why the engine died.
     pub dead: Option<String>,
+    pub wires: Arc<Mutex<Wires>>,
     recorder: Arc<Recorder>,
     model: Model,
     groups: u64,
@@ -109,7 +116,8 @@ pub struct World {
 
 impl World {
     pub fn new(setup: &Setup) -> Self {
-        let Setup { limits, max_queue, reserve_tokens, itl_target, policy, settle, echo, seed } = setup.clone();
+        let Setup { limits, max_queue, reserve_tokens, itl_target, policy, settle, echo, seed, ranks, wiring } =
+            setup.clone();
         let device = NullDevice::new(NullOptions {
             limits: limits.clone(),
             eos_ids: vec![EOS],
@@ -126,11 +134,13 @@ impl World {
         let trace = TraceContext::default();
         let options = SchedulerOptions { limits, reserve_tokens, itl_target, policy, trace, replays: true };
         let scheduler = Scheduler::new(options, load.clone(), recorder.clone(), Epoch::new(clock.now()));
-        let spy = Spy::new(device, seed, echo);
+        let wires = Arc::new(Mutex::new(Wires::new(ranks, wiring, seed)));
+        let spy = Spy::new(device, seed, echo, wires.clone());
         let engine =
             Engine::new(scheduler, spy, clock.clone(), inbox, load.clone(), EngineFaults::default(), launch_ahead);
         let (clients, model) = (Vec::new(), Model::default());
-        World { engine, handle, control, clock, load, clients, dead: None, recorder, model, groups: 0, context_max }
+        let dead = None;
+        World { engine, handle, control, clock, load, clients, dead, wires, recorder, model, groups: 0, context_max }
     }
 
     /// Submits a request through the edge; the clients of its choices, or why it was refused.
@@ -199,6 +209,9 @@ impl World {
 
     /// Checks tables, traces and what attentive clients hear.
     pub fn check(&mut self) -> Result<(), String> {
+        if let Some(wrong) = &self.wires.lock().expect("nobody panicked").wrong {
+            return Err(wrong.clone());
+        }
         let dead = self.dead.is_some();
         for record in std::mem::take(&mut *self.recorder.0.lock().expect("nobody panicked")) {
             let (group, index) = (record.request_id.parse::<u64>().expect("ids are numbers"), record.choice_index);
