@@ -27,22 +27,8 @@ DI u32 weights(u32 row, u32 k) { return values(row, k, 1); }
 DI u32 activations(u32 token, u32 k) { return values(token, k, 2); }
 
 #if WGMMA
-/* Shared operand, no swizzle: a core matrix is 8 tokens of 8 bf16; those of one K chunk lie together. */
-constexpr int CORE_BYTES = 128, CHUNK_BYTES = GROUPS * CORE_BYTES;
-
-DI u64 descriptor(u32 address) {
-  return (u64)((address & 0x3ffff) >> 4) | (u64)(CHUNK_BYTES >> 4) << 16 | (u64)(CORE_BYTES >> 4) << 32;
-}
-DI void wgmma64(float (&d)[32], const V4& a, u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
-        "+f"(d[31])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
-}
+/* A core matrix is 8 tokens of 8 bf16; those of one K chunk lie together. */
+constexpr int CORE_BYTES = WGMMA_CORE_BYTES, CHUNK_BYTES = GROUPS * CORE_BYTES;
 #endif
 
 KERNEL void __launch_bounds__(128) chain(u32* found) {
@@ -71,7 +57,7 @@ KERNEL void __launch_bounds__(128) chain(u32* found) {
   const u32 base = (u32)__cvta_generic_to_shared(operand);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int tile = 0; tile < K_TILES; tile++) wgmma64(wide, a[tile], descriptor(base + tile * 2 * CHUNK_BYTES));
+  for (int tile = 0; tile < K_TILES; tile++) wgmma(wide, a[tile], wgmma_operand(base + tile * 2 * CHUNK_BYTES, CHUNK_BYTES));
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #endif

@@ -23,7 +23,7 @@ constexpr int THREADS = 128, GROUPS = COLUMNS / 8, SUMS = 4 * GROUPS, STAGE = 8,
 /* Column groups that mma.sync takes at once: what fits registers beside the tree. */
 constexpr int TOGETHER = GROUPS < 4 ? GROUPS : 4;
 /* No swizzle: a core matrix is 8 tokens of 8 positions, 16 bytes a token; those of 8 positions (a chunk) lie together, a k tile is two chunks. */
-constexpr int CORE_BYTES = 128, CHUNK_BYTES = GROUPS * CORE_BYTES, TILE_BYTES = 2 * CHUNK_BYTES;
+constexpr int CORE_BYTES = WGMMA_CORE_BYTES, CHUNK_BYTES = GROUPS * CORE_BYTES, TILE_BYTES = 2 * CHUNK_BYTES;
 /* Dead columns of wgmma hold this twice, 2^126: a sum that took anything of a neighbour would show it. */
 constexpr u32 HUGE_PAIR = 0x7e807e80u;
 
@@ -49,24 +49,6 @@ template <int N> DI void join(float (&left)[LEVELS][N], float (&sum)[N], int sli
   }
 }
 
-DI u64 descriptor(u32 address) {
-  return (u64)((address & 0x3ffff) >> 4) | (u64)(CHUNK_BYTES >> 4) << 16 | (u64)(CORE_BYTES >> 4) << 32;
-}
-DI void wgmma(float (&d)[4], const V4& a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
-}
-DI void wgmma(float (&d)[32], const V4& a, u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
-        "+f"(d[31])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
-}
 /* Keeps what reads or writes the accumulators on its own side: the compiler does not know that they belong to the matrix unit in between. */
 DI void hold(float (&d)[SUMS]) {
 #pragma unroll
@@ -110,14 +92,14 @@ struct Gemm {
         if (count == STAGE) {
           wgmma_begin(sum);
 #pragma unroll
-          for (int i = 0; i < STAGE; i++) wgmma(sum, a[i], descriptor(base + i * TILE_BYTES));
+          for (int i = 0; i < STAGE; i++) wgmma(sum, a[i], wgmma_operand(base + i * TILE_BYTES, CHUNK_BYTES));
           wgmma_end(sum);
         } else {
 #pragma unroll
           for (int i = 0; i < STAGE; i++)
             if (i < count) {
               wgmma_begin(sum);
-              wgmma(sum, a[i], descriptor(base + i * TILE_BYTES));
+              wgmma(sum, a[i], wgmma_operand(base + i * TILE_BYTES, CHUNK_BYTES));
               wgmma_end(sum);
             }
         }

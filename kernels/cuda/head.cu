@@ -29,8 +29,7 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   const V4* mine = weight + (u64)(active ? row_tile : 0) * K_TILES * 32 + lane;
   Work work;
   work.start(mine);
-  wait_for_predecessor(rows);
-  let_successor_start();
+  wait_and_let_start<SUCCESSOR>(rows);
   work.run((bf16*)dynamic_shared, mine, active, [&](int i) { return (const bf16*)x + (u64)min_of(token + i, rows - 1) * WEIGHT_K; });
   if (!active) return;
 #pragma unroll
@@ -47,8 +46,7 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   const V4* mine = weight + (u64)row_tile * K_TILES * 32 + lane;
   Tile::Work work;
   if (row_tile < N_TILES) work.start(mine, 0, K_TILES);
-  wait_for_predecessor(rows);
-  let_successor_start();
+  wait_and_let_start<SUCCESSOR>(rows);
   norm_rows_to_shared<WEIGHT_K, STRIDE>(normed, sums, live, norm, __uint_as_float(EPS_BITS),
                                                          [&](int l) { return (const float*)x + (u64)ld_act_u32(logit_row + token + l) * WEIGHT_K; });
   const SharedTokens<K_TILES, STRIDE> tokens(normed, live, lane);

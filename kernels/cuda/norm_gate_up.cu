@@ -4,7 +4,7 @@
  * Launch    SLICES 8: grid (row tiles / ROW_TILES, token tiles / TOKEN_TILES), block 256: warp = K slice
  *           SLICES 1: grid (stride over row tiles, token groups), block 256: warp = ROW_TILES row tiles, the group's tokens in shared memory
  *           STAGED (SLICES 1): grid (row tiles / (WARPS · ROW_TILES), token groups), block 32 · WARPS
- *           HELD: all weights of a block are in registers and shared memory before the wait. EAGER: common.cuh
+ *           HELD: all weights of a block are in registers and shared memory before the wait. SUCCESSOR: common.cuh
  * Numerics  gemm.cuh, norm.cuh; silu(g) = g / (1 + exp(−g)), product in fp32, one rounding
  * Pad rows  computed like any row                    Capture   no allocation, sync or readback
  * Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; spills at most 40 B
@@ -34,7 +34,7 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) norm_gate_up(bf16* out,
   Tile::Work work;
   work.start(mine, first, end);
   if (HELD) work.hold((V4*)(dynamic_shared + warp * Tile::HELD_BYTES), mine, first, end);
-  wait_and_let_start<EAGER ? AT_ONCE : AFTER_WAIT>(rows);
+  wait_and_let_start<SUCCESSOR>(rows);
 #if FUSED
   bf16* normed = (bf16*)(slices + Tile::SHARED_FLOATS);
   norm_rows_to_shared<WEIGHT_K, STRIDE>(normed, slices, rows, norm, __uint_as_float(EPS_BITS),
@@ -64,7 +64,7 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) norm_gate_up(bf16* out,
   const V4* mine = weight + (u64)(active ? row_tile : 0) * K_TILES * 32 + lane;
   Work work;
   work.start(mine);
-  wait_and_let_start<EAGER ? AT_ONCE : AFTER_WAIT>(rows);
+  wait_and_let_start<SUCCESSOR>(rows);
   work.run((bf16*)dynamic_shared, mine, active, [&](int i) { return (const bf16*)x + (u64)min_of(token + i, rows - 1) * WEIGHT_K; });
   if (!active) return;
 #pragma unroll
@@ -81,7 +81,7 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) norm_gate_up(bf16* out,
   const V4* mine = weight + (u64)row_tile * K_TILES * 32 + lane;
   Tile::Work work;
   if (row_tile < N_TILES) work.start(mine, 0, K_TILES);
-  wait_and_let_start<EAGER ? AT_ONCE : AFTER_WAIT>(rows);
+  wait_and_let_start<SUCCESSOR>(rows);
   norm_rows_to_shared<WEIGHT_K, STRIDE>(normed, sums, live, norm, __uint_as_float(EPS_BITS),
                                                          [&](int row) { return (const float*)x + (u64)(token + row) * WEIGHT_K; });
   const SharedTokens<K_TILES, STRIDE> tokens(normed, live, lane);

@@ -4,7 +4,7 @@
 //! rows in every block (one launch); larger ones make the norm apart.
 
 use super::staging::Staging;
-use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, define};
+use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, Successor, define};
 use crate::contract::{self, GemmKind, K_TILE, ROW_TILE};
 use crate::ops::{GemmAdd, Head, NormGateUp, NormGemm};
 use crate::spec::{BufferId, Cols, WeightForm, WeightId};
@@ -159,7 +159,8 @@ impl GateUpOfNormed {
         let mut defines = shape.defines();
         defines.extend(tiling.defines());
         defines.push(define("WARPS", BLOCK as usize / 32));
-        defines.extend([flag("STAGED", false), flag("FUSED", false), flag("EAGER", false), flag("HELD", held)]);
+        defines.extend([flag("STAGED", false), flag("FUSED", false), flag("HELD", held)]);
+        defines.push(Successor::AfterWait.define());
         defines.extend([define("HELD_SHARED", held_bytes), define_bits("EPS_BITS", 0.0)]);
         Ok(Launch {
             kernel: Kernel { source: "norm_gate_up.cu", function: "norm_gate_up", defines },
@@ -328,12 +329,13 @@ struct NormedWhole {
     norm: WeightId,
     eps: f32,
     row_of: Option<BufferId>,
+    successor: Successor,
 }
 
 impl NormedWhole {
     /// `args` makes the arguments from that of the activations.
     fn launches(&self, gpu: &GpuFacts, args: impl Fn(Arg) -> Vec<Arg>) -> Result<Vec<Launch>, LaunchError> {
-        let NormedWhole { op, source, shape, rows, x, norm, eps, row_of } = *self;
+        let NormedWhole { op, source, shape, rows, x, norm, eps, row_of, successor } = *self;
         let one_wave = Staging::one_wave(&shape, rows, gpu).filter(|_| row_of.is_none());
         let form = one_wave.map_or_else(|| WholeForm::choose(&shape, rows, gpu), WholeForm::Staged);
         let mut defines = shape.defines();
@@ -349,7 +351,8 @@ impl NormedWhole {
             }
         };
         gpu.require_shared(op, bytes)?;
-        defines.extend([flag("STAGED", staged), flag("FUSED", !staged), flag("EAGER", true), flag("HELD", false)]);
+        defines.extend([flag("STAGED", staged), flag("FUSED", !staged), flag("HELD", false)]);
+        defines.push(successor.define());
         defines.extend([define("HELD_SHARED", 0), define_bits("EPS_BITS", eps)]);
         let blocks = shape.row_tiles().div_ceil(warps * tiling.row_tiles);
         let grid_x = if staged { blocks } else { blocks.min(gpu.sm_count * tiling.blocks_per_sm) };
@@ -390,7 +393,8 @@ impl NormGateUp {
         };
         if shape.slices == 1 {
             let (x, norm, eps) = (self.x, self.norm, self.eps);
-            return NormedWhole { op, source: "norm_gate_up.cu", shape, rows, x, norm, eps, row_of: None }
+            let (row_of, successor) = (None, Successor::AtOnce);
+            return NormedWhole { op, source: "norm_gate_up.cu", shape, rows, x, norm, eps, row_of, successor }
                 .launches(gpu, args);
         }
         let tiling = Tiling::sliced(rows, shape.row_tiles());
@@ -401,7 +405,8 @@ impl NormGateUp {
         let mut defines = shape.defines();
         defines.extend(tiling.defines());
         defines.push(define("WARPS", BLOCK as usize / 32));
-        defines.extend([flag("STAGED", false), flag("FUSED", fused), flag("EAGER", true), flag("HELD", false)]);
+        defines.extend([flag("STAGED", false), flag("FUSED", fused), flag("HELD", false)]);
+        defines.push(Successor::AtOnce.define());
         defines.extend([define("HELD_SHARED", 0), define_bits("EPS_BITS", self.eps)]);
         let h = Arg::Workspace;
         let gemm = Launch {
@@ -429,7 +434,8 @@ impl Head {
         shape.require_slices(op, &[1])?;
         let rows = specs.logit_rows();
         let (x, norm, eps, row_of) = (self.x, self.norm, self.eps, Some(self.logit_row));
-        NormedWhole { op, source: "head.cu", shape, rows, x, norm, eps, row_of }.launches(gpu, |x| {
+        let successor = Successor::AfterWait;
+        NormedWhole { op, source: "head.cu", shape, rows, x, norm, eps, row_of, successor }.launches(gpu, |x| {
             vec![
                 Arg::Buffer(self.logits),
                 x,
