@@ -3,7 +3,7 @@
  *           (ops/exchange.rs, `Scratch`; peers from RANKS on are NULL) · status: words in pinned host memory (`status` there)
  * Scalars   rank (this one), rows, first and count of the piece: constants of the step shape
  * Launch    grid BLOCKS whatever the size, block THREADS; all blocks are resident at once, since each may spin on its namesake elsewhere
- *           LINES (one row): each float travels with its epoch in eight bytes that are stored and seen as one, so the reader looks for the data
+ *           LINES (few rows): each float travels with its epoch in eight bytes that are stored and seen as one, so the reader looks for the data
  *           itself: no fence, no flag after the data, no barrier; twice the bytes. Else data, then a flag a block
  * Numerics  bytes are moved, nothing is added        Pad rows  moved like any row
  * Capture   no allocation, sync or readback: the epoch is in device memory, so a replayed graph moves on by itself
@@ -19,8 +19,9 @@ static_assert(HIDDEN % 4 == 0, "rows are moved 16 bytes at a time");
 static_assert(RANKS == 2 || RANKS == 4 || RANKS == 8, "peers are two, four or eight");
 static_assert(BLOCKS * PEERS_MAX * 4 <= EPOCHS_AT && EPOCHS_AT + BLOCKS * 4 <= FAILED_AT && FAILED_AT + 4 <= DATA_AT, "the header's parts do not overlap");
 
-/* Looks at a flag between two looks at the clock and at the host's word. */
-constexpr u32 LOOKS = 256;
+/* Looks at a flag between two looks at the clock and at the host's words, which lie over a bus: some milliseconds. Thousands of threads that looked
+ * there as often as every 200 µs held their own rank up for longer than the other had been late. */
+constexpr u32 LOOKS = 4096;
 /* Vectors that a thread has on their way: enough to fill a link, few enough to leave other blocks registers. */
 constexpr int UNROLL = RANKS == 2 ? 4 : 1;
 
@@ -45,13 +46,21 @@ DI bool gives_up(u8* own, u32* status, u32 rank, u32 peer, u32 epoch, u32 seen, 
 }
 
 #if LINES
-/* Two floats of rank `peer` in this epoch; whatever is there once waiting has failed. */
-DI V2 await_line(const u8* line, u8* own, u32* status, u32 rank, u32 peer, u32 epoch, u32 rows, bool failed) {
+/* Two floats of rank `peer` in this epoch, for each lane that wants some; whatever is there once waiting has failed. The warp waits as one, and its
+ * first lane asks whether to go on. */
+DI V2 await_line(const u8* line, bool wanted, u8* own, u32* status, u32 rank, u32 peer, u32 epoch, u32 rows, bool& failed) {
   u64 start = 0;
   for (u32 look = 1;; look++) {
-    const V4 seen = ld_system_pairs(line);
-    if ((seen.y == epoch && seen.w == epoch) || failed) return V2{seen.x, seen.z};
-    if (look % LOOKS == 0) failed = gives_up(own, status, rank, peer, epoch, seen.y == epoch ? seen.w : seen.y, rows, start);
+    V4 seen = {0, epoch, 0, epoch};
+    if (wanted) seen = ld_system_pairs(line);
+    const u32 late = ballot(seen.y != epoch || seen.w != epoch);
+    if (late == 0 || failed) return V2{seen.x, seen.z};
+    if (look % LOOKS == 0) {
+      const u32 saw = from_lane_u32(seen.y == epoch ? seen.w : seen.y, __ffs(late) - 1);
+      u32 over = 0;
+      if (threadIdx.x % 32 == 0) over = gives_up(own, status, rank, peer, epoch, saw, rows, start);
+      failed = from_lane_u32(over, 0) != 0;
+    }
   }
 }
 
@@ -61,25 +70,27 @@ KERNEL void __launch_bounds__(THREADS, 1)
   wait_and_let_start<AFTER_WAIT>(rows);
   u8* const peers[PEERS_MAX] = {peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7};
   const u32 epoch = ld_act_u32(word_at(own, EPOCHS_AT + blockIdx.x * 4)) + 1;
-  const bool failed = ld_act_u32(word_at(own, FAILED_AT)) != 0;
+  bool failed = ld_act_u32(word_at(own, FAILED_AT)) != 0;
   /* Warps of all blocks in turn: one row of 2048 is a warp a block. */
-  const u32 lines = count * (HIDDEN / 2), begin = (threadIdx.x / 32 * BLOCKS + blockIdx.x) * 32 + threadIdx.x % 32, step = BLOCKS * THREADS;
+  const u32 lines = count * (HIDDEN / 2), begin = (threadIdx.x / 32 * BLOCKS + blockIdx.x) * 32, step = BLOCKS * THREADS, lane = threadIdx.x % 32;
   const u64 half = LINES_AT + (u64)(epoch & 1) * RANKS * LINES_BYTES;
   const u64 piece = (u64)first * HIDDEN, whole = (u64)rows * HIDDEN;
 
-  for (u32 i = begin; i < lines; i += step) {
+  for (u32 i = begin + lane; i < lines; i += step) {
     const V2 v = ld_act8(partial + piece + 2 * i);
 #pragma unroll
     for (u32 n = 0; n < RANKS; n++)
       if (n != rank) st_system_pairs(peers[n] + half + (u64)rank * LINES_BYTES + 16 * i, V4{v.x, epoch, v.y, epoch});
     st8(gathered + (u64)rank * whole + piece + 2 * i, v);
   }
-  for (u32 i = begin; i < lines; i += step) {
+  for (u32 first = begin; first < lines; first += step) {
+    const u32 i = first + lane;
 #pragma unroll
     for (u32 n = 0; n < RANKS; n++)
-      if (n != rank)
-        st8(gathered + (u64)n * whole + piece + 2 * i,
-            await_line(own + half + (u64)n * LINES_BYTES + 16 * i, own, status, rank, n, epoch, rows, failed));
+      if (n != rank) {
+        const V2 v = await_line(own + half + (u64)n * LINES_BYTES + 16 * i, i < lines, own, status, rank, n, epoch, rows, failed);
+        if (i < lines) st8(gathered + (u64)n * whole + piece + 2 * i, v);
+      }
   }
   sync_block(); /* Every thread has read the epoch. */
   if (threadIdx.x == 0) st_u32(word_at(own, EPOCHS_AT + blockIdx.x * 4), epoch);

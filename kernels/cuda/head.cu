@@ -1,10 +1,10 @@
 /* head: logits[l, :] = W · rms_norm(x[logit_row[l], :]), fp32
  * Buffers   logits [L, WEIGHT_N] f32 · x [R, WEIGHT_K] f32 (FUSED), or h [L, WEIGHT_K] bf16, made by norm.cu · weight packed [WEIGHT_N, WEIGHT_K]
  *           norm [WEIGHT_K] f32 · logit_row [L] u32
- * Launch    grid (stride over row tiles, token groups), block 256: warp = ROW_TILES row tiles, the group's tokens in shared memory
- *           STAGED: grid (row tiles / (WARPS · ROW_TILES), token groups), block 32 · WARPS
+ * Launch    grid (stride over row tiles, token groups), block 32 · WARPS: warp = ROW_TILES row tiles, the group's tokens in shared memory
+ *           STAGED: grid (row tiles / (WARPS · ROW_TILES), token groups), the same block
  * Numerics  one slice (gemm.cuh), norm.cuh              Pad rows  computed like any row
- * Capture   no allocation, sync or readback            Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; no spills
+ * Capture   no allocation, sync or readback            Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; spills at most 24 B
  * Reference kernels/src/ops/head.rs */
 static_assert(WEIGHT_K % 16 == 0, "K must be whole tiles");
 static_assert(SLICES == 1, "the head has one slice");
@@ -24,7 +24,7 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #if STAGED
   typedef Staged<K_TILES, ROW_TILES, TOKEN_TILES, WARPS, STAGE_PAIRS, STAGES> Work;
-  const int row_tile = (blockIdx.x * WARPS + warp) * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
+  const int row_tile = (warp * gridDim.x + blockIdx.x) * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
   const bool active = row_tile < N_TILES;
   const V4* mine = weight + (u64)(active ? row_tile : 0) * K_TILES * 32 + lane;
   Work work;
@@ -40,9 +40,9 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   typedef Whole<K_TILES, ROW_TILES, TOKEN_TILES> Tile;
   float* sums = (float*)dynamic_shared;
   bf16* normed = (bf16*)(sums + 32);
-  const int step = gridDim.x * 8 * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
+  const int step = gridDim.x * WARPS * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
   const int live = min_of(rows - token, TOKEN_TILES * 8);
-  int row_tile = (blockIdx.x * 8 + warp) * ROW_TILES;
+  int row_tile = (warp * gridDim.x + blockIdx.x) * ROW_TILES;
   const V4* mine = weight + (u64)row_tile * K_TILES * 32 + lane;
   Tile::Work work;
   if (row_tile < N_TILES) work.start(mine, 0, K_TILES);

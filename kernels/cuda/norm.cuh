@@ -43,13 +43,15 @@ template <int K_WIDTH, int UNROLL = 4, class Store> DI void norm_row_by_warp(con
   }
 }
 
-/* 256 threads take a row; thread j is lane j of the contract. A block of 512 takes two rows at once, one a half. `rows` rows of the half,
- * HALVES apart; `sums` is 8 floats of shared memory a half. Every thread of the block calls it. Ends without a barrier. */
+/* 256 threads take a row; thread j is lane j of the contract. A block of 512 takes two rows at once, one a half; threads behind the last whole half
+ * only keep the barriers. `rows` rows of the half, HALVES apart; `sums` is 8 floats of shared memory a half. Every thread of the block calls it. Ends
+ * without a barrier. */
 template <int K_WIDTH, int STRIDE, class RowOf>
 DI void norm_rows_by_block(int rows, const float* weight, float eps, float* sums, bf16* out, const RowOf& row_of) {
   constexpr int STEPS = ceil_div(K_WIDTH, 256);
   const int lane = threadIdx.x % 256, half = threadIdx.x / 256, halves = blockDim.x / 256;
-  sums += half * 8;
+  const bool idle = half >= halves;
+  if (!idle) sums += half * 8;
   float scale[STEPS];
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
@@ -57,7 +59,7 @@ DI void norm_rows_by_block(int rows, const float* weight, float eps, float* sums
     scale[step] = K_WIDTH % 256 == 0 || column < K_WIDTH ? ld_weight_f32(weight + column) : 0.0f;
   }
   for (int row = half; row - half < rows; row += halves) {
-    const bool live = row < rows;
+    const bool live = row < rows && !idle;
     float value[STEPS], square = 0.0f;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
@@ -68,7 +70,7 @@ DI void norm_rows_by_block(int rows, const float* weight, float eps, float* sums
     for (int step = 0; step < STEPS; step++) square = square + value[step] * value[step];
     square = warp_tree(square);
     if (row != half) sync_block(); /* the sums of the row before are read */
-    if (lane % 32 == 0) sums[lane / 32] = square;
+    if (lane % 32 == 0 && !idle) sums[lane / 32] = square;
     sync_block();
     const float all = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
     const float factor = norm_factor<K_WIDTH>(all, eps);

@@ -2,12 +2,12 @@
  * Buffers   out [R, WEIGHT_N / 2] bf16 · x [R, WEIGHT_K] f32 (FUSED), or h [R, WEIGHT_K] bf16, made by norm.cu
  *           weight packed [WEIGHT_N, WEIGHT_K], gate and up rows of an output in one tile · norm [WEIGHT_K] f32
  * Launch    SLICES 8: grid (row tiles / ROW_TILES, token tiles / TOKEN_TILES), block 256: warp = K slice
- *           SLICES 1: grid (stride over row tiles, token groups), block 256: warp = ROW_TILES row tiles, the group's tokens in shared memory
- *           STAGED (SLICES 1): grid (row tiles / (WARPS · ROW_TILES), token groups), block 32 · WARPS
+ *           SLICES 1: grid (stride over row tiles, token groups), block 32 · WARPS: warp = ROW_TILES row tiles, the group's tokens in shared memory
+ *           STAGED (SLICES 1): grid (at least row tiles / (WARPS · ROW_TILES), token groups), the same block
  *           HELD: all weights of a block are in registers and shared memory before the wait. SUCCESSOR: common.cuh
  * Numerics  gemm.cuh, norm.cuh; silu(g) = g / (1 + exp(−g)), product in fp32, one rounding
  * Pad rows  computed like any row                    Capture   no allocation, sync or readback
- * Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; spills at most 40 B
+ * Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; spills at most 44 B
  * Reference kernels/src/ops/norm_gate_up.rs */
 static_assert(WEIGHT_K % 16 == 0 && WEIGHT_N % 16 == 0, "K must be whole tiles, gate and up whole half tiles");
 static_assert(SLICES == 8 || SLICES == 1, "eight slices, one a warp, or one");
@@ -59,7 +59,7 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) norm_gate_up(bf16* out,
   }
 #elif STAGED
   typedef Staged<K_TILES, ROW_TILES, TOKEN_TILES, WARPS, STAGE_PAIRS, STAGES> Work;
-  const int row_tile = (blockIdx.x * WARPS + warp) * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
+  const int row_tile = (warp * gridDim.x + blockIdx.x) * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
   const bool active = row_tile < N_TILES;
   const V4* mine = weight + (u64)(active ? row_tile : 0) * K_TILES * 32 + lane;
   Work work;
@@ -75,9 +75,9 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) norm_gate_up(bf16* out,
   typedef Whole<K_TILES, ROW_TILES, TOKEN_TILES> Tile;
   float* sums = (float*)dynamic_shared;
   bf16* normed = (bf16*)(sums + 32);
-  const int step = gridDim.x * 8 * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
+  const int step = gridDim.x * WARPS * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
   const int live = min_of(rows - token, TOKEN_TILES * 8);
-  int row_tile = (blockIdx.x * 8 + warp) * ROW_TILES;
+  int row_tile = (warp * gridDim.x + blockIdx.x) * ROW_TILES;
   const V4* mine = weight + (u64)row_tile * K_TILES * 32 + lane;
   Tile::Work work;
   if (row_tile < N_TILES) work.start(mine, 0, K_TILES);

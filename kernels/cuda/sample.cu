@@ -99,6 +99,9 @@ DI void philox(u32 (&c)[4], u32 key0, u32 key1) {
 }
 /* u = ((word >> 9) + 1/2) · 2^-23, exact and inside (0, 1): with 24 bits the sum could round to 1. */
 DI float gumbel(u32 word) { return -logf(-logf(((float)(word >> 9) + 0.5f) * 1.1920928955078125e-7f)); }
+/* Not below gumbel(word), and cheap: with n leading ones u is below 1 - 2^-(n + 1), so -ln u is above 2^-(n + 1) and the noise below (n + 1) · ln 2.
+ * The margin is far more than two logarithms are wrong by. */
+DI float gumbel_at_most(u32 word) { return (float)(__clz(~word) + 1) * 0.69314718f + 0.001f; }
 
 /* A slot's parameters and what the step's mask leaves of them. */
 struct Draw {
@@ -172,25 +175,33 @@ DI void sample_plain(u32* token_out, float* logprob_out, u32* rank_out, u32* nan
   let_successor_start();
   if (blockIdx.x == 0) clear_top(top_ids, top_logprobs, at);
   Found found = {{MINUS_INFINITY, NOBODY}, {MINUS_INFINITY, NOBODY}, 0};
-  for (int quad = blockIdx.x * PART + (int)threadIdx.x; quad < end; quad += LANES) {
-    float v[4];
-    if (VOCAB % 4 == 0) {
-      const F4 four = ld_act_f4(l + quad * 4);
-      v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-    } else {
+  float reached = MINUS_INFINITY; /* by some lane of the warp: an id that cannot draw as much is not drawn for */
+  for (int base = blockIdx.x * PART + warp * 32; base < end; base += LANES) {
+    const int quad = base + lane;
+    if (quad < end) {
+      float v[4];
+      if (VOCAB % 4 == 0) {
+        const F4 four = ld_act_f4(l + quad * 4);
+        v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+      } else {
 #pragma unroll
-      for (int i = 0; i < 4; i++) v[i] = quad * 4 + i < VOCAB ? ld_act_f32(l + quad * 4 + i) : MINUS_INFINITY;
-    }
-    u32 words[4] = {choice, position, (u32)quad, 0};
-    if (random) philox(words, key0, key1);
+        for (int i = 0; i < 4; i++) v[i] = quad * 4 + i < VOCAB ? ld_act_f32(l + quad * 4 + i) : MINUS_INFINITY;
+      }
+      u32 words[4] = {choice, position, (u32)quad, 0};
+      if (random) philox(words, key0, key1);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int id = quad * 4 + i;
-      if (VOCAB % 4 != 0 && id >= VOCAB) break;
-      found.nan |= v[i] != v[i];
-      found.raw.consider(v[i], id);
-      if (random) found.drawn.consider(v[i] / temperature + gumbel(words[i]), id);
+      for (int i = 0; i < 4; i++) {
+        const int id = quad * 4 + i;
+        if (VOCAB % 4 != 0 && id >= VOCAB) break;
+        found.nan |= v[i] != v[i];
+        found.raw.consider(v[i], id);
+        if (random) {
+          const float scaled = v[i] / temperature;
+          if (scaled + gumbel_at_most(words[i]) >= reached) found.drawn.consider(scaled + gumbel(words[i]), id);
+        }
+      }
     }
+    if (random) reached = warp_max(found.drawn.value);
   }
   found.join_warp();
   if (lane == 0) founds[warp] = found;

@@ -66,10 +66,10 @@ pub fn encode(
     check(input, limits, eos_ids)?;
     let layout = limits.entry_layout();
     assert!(words.len() >= layout.entry_words(), "an entry has {} words", layout.entry_words());
-    let sections = Sections::of(&layout);
+    let sections = Sections::of(input);
     words[..HEADER_WORDS].fill(0);
 
-    let mut logit_rows = lines(words, sections.logit_rows, LOGIT_ROW_WORDS, layout.logit_rows_max);
+    let mut logit_rows = lines(words, sections.logit_rows, LOGIT_ROW_WORDS, input.logit_rows());
     let mut logit_count = 0;
     for (index, line) in input.rows.iter().enumerate() {
         let (kind, target) = match line.want {
@@ -83,7 +83,7 @@ pub fn encode(
         out[logit_row::TARGET] = target;
         logit_count += 1;
     }
-    for (line, out) in input.rows.iter().zip(lines(words, sections.rows, ROW_WORDS, layout.rows_max)) {
+    for (line, out) in input.rows.iter().zip(lines(words, sections.rows, ROW_WORDS, input.rows.len())) {
         let (flags, token, position) = match line.feed {
             RowFeed::FromSlot => (row::FROM_SLOT, 0, 0),
             RowFeed::Given { token, position, generated } => {
@@ -98,23 +98,23 @@ pub fn encode(
     }
     let mut bias_count = 0;
     for (index, new) in input.new_slots.iter().enumerate() {
-        let pairs = lines(words, sections.bias + bias_count * BIAS_WORDS, BIAS_WORDS, layout.bias_max - bias_count);
+        let count = new.sampling.logit_bias.len();
+        let pairs = lines(words, sections.bias + bias_count * BIAS_WORDS, BIAS_WORDS, count);
         for (&(token, bias), out) in new.sampling.logit_bias.iter().zip(pairs) {
             out.copy_from_slice(&[token, bias.to_bits()]);
         }
         let at = sections.new_slots + index * SLOT_WORDS;
         encode_slot(new, limits, eos_ids, bias_count, &mut words[at..at + SLOT_WORDS]);
-        bias_count += new.sampling.logit_bias.len();
+        bias_count += count;
     }
-    let retired = lines(words, sections.retired, RETIRED_WORDS, layout.retired_max);
+    let retired = lines(words, sections.retired, RETIRED_WORDS, input.retired.len());
     for ((slot, generation), out) in input.retired.iter().zip(retired) {
         out.copy_from_slice(&[slot.0, generation.0]);
     }
-    for (update, out) in input.pages.iter().zip(lines(words, sections.pages, PAGE_WORDS, layout.pages_max)) {
+    for (update, out) in input.pages.iter().zip(lines(words, sections.pages, PAGE_WORDS, input.pages.len())) {
         out.copy_from_slice(&[update.slot.0, update.index, update.page.0]);
     }
 
-    let used = sections.used(input, bias_count);
     let mut set = |field: usize, value: usize| words[field] = word(value);
     set(header::ROWS, input.rows.len());
     set(header::ROWS_AT, sections.rows);
@@ -128,10 +128,10 @@ pub fn encode(
     set(header::PAGES_AT, sections.pages);
     set(header::BIAS, bias_count);
     set(header::BIAS_AT, sections.bias);
-    set(header::USED_WORDS, used);
+    set(header::USED_WORDS, sections.end);
     words[header::FEATURES] = input.features;
     [words[header::STEP_LO], words[header::STEP_HI]] = halves(input.step);
-    Ok(used)
+    Ok(sections.end)
 }
 
 fn encode_slot(new: &NewSlot, limits: &StepLimits, eos_ids: &[u32], bias_start: usize, out: &mut [u32]) {
@@ -172,7 +172,7 @@ fn encode_slot(new: &NewSlot, limits: &StepLimits, eos_ids: &[u32], bias_start: 
     out[slot::STOP_IDS..][..sampling.stop_ids.len()].copy_from_slice(&sampling.stop_ids);
 }
 
-/// Word offsets of an entry's sections.
+/// Word offsets of an entry's sections, one behind the other: what a step uses is the entry's beginning, which the device reads at once.
 struct Sections {
     rows: usize,
     logit_rows: usize,
@@ -180,28 +180,21 @@ struct Sections {
     retired: usize,
     pages: usize,
     bias: usize,
+    end: usize,
 }
 
 impl Sections {
-    fn of(layout: &EntryLayout) -> Sections {
-        let [rows, logit_rows, new_slots, retired, pages, bias, _end] = layout.sections();
-        Sections { rows, logit_rows, new_slots, retired, pages, bias }
-    }
-
-    /// Where the last section in use ends.
-    fn used(&self, input: &StepInput, bias_count: usize) -> usize {
-        [
-            (self.rows, input.rows.len() * ROW_WORDS),
-            (self.logit_rows, input.logit_rows() * LOGIT_ROW_WORDS),
-            (self.new_slots, input.new_slots.len() * SLOT_WORDS),
-            (self.retired, input.retired.len() * RETIRED_WORDS),
-            (self.pages, input.pages.len() * PAGE_WORDS),
-            (self.bias, bias_count * BIAS_WORDS),
-        ]
-        .into_iter()
-        .filter(|&(_, words)| words > 0)
-        .map(|(at, words)| at + words)
-        .fold(HEADER_WORDS, usize::max)
+    fn of(input: &StepInput) -> Sections {
+        let used = EntryLayout {
+            rows_max: input.rows.len(),
+            logit_rows_max: input.logit_rows(),
+            new_slots_max: input.new_slots.len(),
+            retired_max: input.retired.len(),
+            pages_max: input.pages.len(),
+            bias_max: input.new_slots.iter().map(|new| new.sampling.logit_bias.len()).sum(),
+        };
+        let [rows, logit_rows, new_slots, retired, pages, bias, end] = used.sections();
+        Sections { rows, logit_rows, new_slots, retired, pages, bias, end }
     }
 }
 

@@ -31,6 +31,7 @@ fn numbers() -> Vec<(&'static str, usize)> {
         ("LOGIT_BIAS_MAX", contract::LOGIT_BIAS_MAX),
         ("LOGSUMEXP_LANES", contract::LOGSUMEXP_LANES),
         ("NORM_LANES", contract::NORM_LANES),
+        ("HEADER_WORDS", entry::HEADER_WORDS),
         ("HEADER_STEP_LO", header::STEP_LO),
         ("HEADER_STEP_HI", header::STEP_HI),
         ("HEADER_ROWS", header::ROWS),

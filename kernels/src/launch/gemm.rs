@@ -293,7 +293,7 @@ impl GemmAdd {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WholeForm {
     /// Tokens of a group stay in shared memory, a warp walks row tiles.
-    Resident { tiling: Tiling, bytes: usize },
+    Resident { tiling: Tiling, warps: usize, bytes: usize },
     /// Tokens are staged; the norm is apart.
     Staged(Staging),
 }
@@ -302,21 +302,26 @@ impl WholeForm {
     pub fn choose(shape: &Shape, rows: usize, gpu: &GpuFacts) -> WholeForm {
         let resident = |token_tiles: usize| {
             let bytes = 128 + token_tiles * 8 * shape.shared_stride() * 2;
-            let blocks_per_sm = if bytes <= 110 * 1024 { 2 } else { 1 };
-            (Tiling { row_tiles: 1, token_tiles, blocks_per_sm }, bytes)
+            let tiling = Tiling { row_tiles: 1, token_tiles, blocks_per_sm: 1 };
+            WholeForm::Resident { tiling, warps: walking_warps(shape.row_tiles(), gpu.sm_count), bytes }
         };
         let token_tiles = rows.div_ceil(8).next_power_of_two().min(RESIDENT_ROWS_MAX / 8);
-        let (tiling, bytes) = resident(token_tiles);
         let stageable = shape.k_tiles().is_multiple_of(4);
-        if bytes <= RESIDENT_BYTES_MAX.min(gpu.shared_max) && (rows <= RESIDENT_ROWS_MAX || !stageable) {
-            return WholeForm::Resident { tiling, bytes };
+        let form = resident(token_tiles);
+        let fits = matches!(form, WholeForm::Resident { bytes, .. } if bytes <= RESIDENT_BYTES_MAX.min(gpu.shared_max));
+        match stageable {
+            _ if fits && (rows <= RESIDENT_ROWS_MAX || !stageable) => form,
+            true => WholeForm::Staged(Staging::deep(shape, rows, gpu)),
+            false => resident(1),
         }
-        if !stageable {
-            let (tiling, bytes) = resident(1);
-            return WholeForm::Resident { tiling, bytes };
-        }
-        WholeForm::Staged(Staging::deep(shape, rows))
     }
+}
+
+/// Warps of the only block of a multiprocessor that walk `row_tiles` row tiles: as many as leave the last round fullest (a head of 6,400 row tiles has 3.03
+/// rounds of sixteen warps, and in the fourth a few of them wait for memory alone), the more the better.
+fn walking_warps(row_tiles: usize, sm_count: usize) -> usize {
+    let idle = |warps: &usize| row_tiles.next_multiple_of(warps * sm_count) - row_tiles;
+    if row_tiles <= 8 * sm_count { 8 } else { (8..=12).rev().min_by_key(idle).unwrap_or(8) }
 }
 
 /// What the one-slice GEMMs of a norm share.
@@ -339,27 +344,26 @@ impl NormedWhole {
         let one_wave = Staging::one_wave(&shape, rows, gpu).filter(|_| row_of.is_none());
         let form = one_wave.map_or_else(|| WholeForm::choose(&shape, rows, gpu), WholeForm::Staged);
         let mut defines = shape.defines();
-        let (tiling, warps, bytes, staged) = match form {
-            WholeForm::Resident { tiling, bytes } => {
+        let (tiling, warps, blocks, bytes, staged) = match form {
+            WholeForm::Resident { tiling, warps, bytes } => {
                 defines.extend(tiling.defines());
-                defines.push(define("WARPS", BLOCK as usize / 32));
-                (tiling, BLOCK as usize / 32, bytes, false)
+                defines.push(define("WARPS", warps));
+                let blocks = shape.row_tiles().div_ceil(warps).min(gpu.sm_count);
+                (tiling, warps, blocks, bytes, false)
             }
             WholeForm::Staged(staging) => {
                 defines.extend(staging.defines());
-                (staging.tiling, staging.warps, staging.bytes(), true)
+                (staging.tiling, staging.warps, staging.blocks, staging.bytes(), true)
             }
         };
         gpu.require_shared(op, bytes)?;
         defines.extend([flag("STAGED", staged), flag("FUSED", !staged), flag("HELD", false)]);
         defines.push(successor.define());
         defines.extend([define("HELD_SHARED", 0), define_bits("EPS_BITS", eps)]);
-        let blocks = shape.row_tiles().div_ceil(warps * tiling.row_tiles);
-        let grid_x = if staged { blocks } else { blocks.min(gpu.sm_count * tiling.blocks_per_sm) };
         let h = Arg::Workspace;
         let gemm = Launch {
             kernel: Kernel { source, function: op, defines },
-            grid: [grid_x as u32, tiling.token_groups(rows), 1],
+            grid: [blocks as u32, tiling.token_groups(rows), 1],
             block: 32 * warps as u32,
             shared_bytes: bytes as u32,
             workspace_bytes: if staged { rows * shape.k * 2 } else { 0 },

@@ -95,7 +95,7 @@ impl Feed {
         ]);
         args.push(Arg::U32(specs.logit_rows() as u32));
         let kernel = Kernel { source: "feed.cu", function: "feed", defines };
-        Ok(vec![Launch { kernel, block: 256, args, ..Launch::plain() }])
+        Ok(vec![Launch { kernel, block: 512, args, ..Launch::plain() }])
     }
 }
 

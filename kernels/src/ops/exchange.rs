@@ -17,9 +17,8 @@ pub struct Exchange {
 
 /// Rows that one launch of the peer-to-peer exchange moves; longer shapes go in pieces.
 pub const PIECE_ROWS: usize = 256;
-/// Most rows that travel as lines, each float with its epoch: a fence and a flag cost more than twice the bytes. Eight rows of lines took 3.3 ms a
-/// step at first and 11.3 after some tens of steps on two H200s, where flags take 3.5 (`ledger-edges.md`).
-pub const LINE_ROWS: usize = 1;
+/// Most rows that travel as lines, each float with its epoch: a fence and a flag cost more than twice the bytes.
+pub const LINE_ROWS: usize = 64;
 /// Blocks of such a launch, always: a block meets its namesakes on the other ranks.
 pub const BLOCKS: usize = 32;
 /// Places for ranks in the scratch header and among the kernel's arguments.
@@ -137,7 +136,7 @@ mod tests {
         let scratch = Scratch { ranks: 4, hidden: 2048 };
         assert_eq!(scratch.piece_bytes(), 256 * 2048 * 4);
         assert_eq!(scratch.lines_at(), 4096 + 2 * 4 * 256 * 2048 * 4);
-        assert_eq!(scratch.bytes(), scratch.lines_at() + 2 * 4 * 2048 * 8);
+        assert_eq!(scratch.bytes(), scratch.lines_at() + 2 * 4 * LINE_ROWS * 2048 * 8);
         // Lines are stored sixteen bytes at a time, and a step of them is one piece.
         assert!(scratch.lines_at().is_multiple_of(16) && scratch.lines_bytes().is_multiple_of(16));
         const { assert!(LINE_ROWS <= PIECE_ROWS) };
