@@ -63,6 +63,12 @@ impl Specs for Plan {
 }
 
 impl Plan {
+    /// Every op, in order, with the op behind it.
+    pub fn ops_with_next(&self) -> impl Iterator<Item = (&PlacedOp, Option<&Op>)> {
+        let next = self.ops.iter().skip(1).map(|placed| Some(&placed.op)).chain([None]);
+        self.ops.iter().zip(next)
+    }
+
     /// Refuses a plan that a device must not run: the rules are in `plan/verify.rs`.
     pub fn verify(&self) -> Result<(), PlanError> {
         verify::verify(self)

@@ -145,12 +145,16 @@ DI void let_successor_start() {
 enum Start {
   AT_EXIT = -1,   /* when this kernel's blocks leave: where they fill the GPU, blocks that start earlier crowd on the SMs that are free first */
   AFTER_WAIT = 0, /* once this kernel has waited */
-  AT_ONCE = 1     /* before this kernel's predecessor has finished, to ask for its weights meanwhile (eager) */
+  AT_ONCE = 1,    /* before this kernel's predecessor has finished, to ask for its weights meanwhile (eager) */
+  AFTER_LOADS = 2 /* once this kernel has asked for its last weights (let_start_after_loads) */
 };
 template <int SUCCESSOR> DI void wait_and_let_start(u32 rows) {
   if (SUCCESSOR == AT_ONCE) let_successor_start();
   wait_for_predecessor(rows);
   if (SUCCESSOR == AFTER_WAIT) let_successor_start();
+}
+template <int SUCCESSOR> DI void let_start_after_loads() {
+  if (SUCCESSOR == AFTER_LOADS) let_successor_start();
 }
 DI void fence_device() { __threadfence(); }
 DI void fence_system() { __threadfence_system(); }

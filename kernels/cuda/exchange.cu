@@ -1,11 +1,13 @@
-/* exchange: gathered[n, first + r, :] = rank n's partial[first + r, :], pushed over peer memory in one shot; one launch a piece of rows
+/* exchange: gathered[n, first + r, :] = rank n's partial[first + r, :], pushed over peer memory in one shot, and moe_combine of these rows on the
+ * way; one launch a piece of rows
  * Buffers   gathered [RANKS, rows, HIDDEN] f32 · partial [rows, HIDDEN] f32 · own, peer0 … peer7: each rank's scratch as this GPU sees it
  *           (ops/exchange.rs, `Scratch`; peers from RANKS on are NULL) · status: words in pinned host memory (`status` there)
+ *           x [rows, HIDDEN] f32, updated in place · shared [rows, HIDDEN] f32
  * Scalars   rank (this one), rows, first and count of the piece: constants of the step shape
  * Launch    grid BLOCKS whatever the size, block THREADS; all blocks are resident at once, since each may spin on its namesake elsewhere
  *           LINES (few rows): each float travels with its epoch in eight bytes that are stored and seen as one, so the reader looks for the data
  *           itself: no fence, no flag after the data, no barrier; twice the bytes. Else data, then a flag a block
- * Numerics  bytes are moved, nothing is added        Pad rows  moved like any row
+ * Numerics  bytes are moved, then added as moe_combine.cu adds them (combine.cuh)        Pad rows  moved like any row
  * Capture   no allocation, sync or readback: the epoch is in device memory, so a replayed graph moves on by itself
  * Order     Every launch of either form is one epoch of all blocks on all ranks. Staging and lines are used in two halves by the epoch's parity.
  *           A rank writes a half again at epoch e + 2, after its launch e + 1 has ended, in which it saw a flag or a line of epoch e + 1 from every
@@ -14,7 +16,7 @@
  *           the epoch that it was last used in, so an old one is taken for new only 2^32 exchanges later, none of them of LINES.
  * Failure   A spin that lasts longer than the status page's limit, or is told to stop, says which rank it waited for, the epoch it
  *           wanted and the one it saw; it then goes on, and no later launch waits again. The host loses the device.
- * Cost      count · HIDDEN · 4 B (LINES: 8 B) · (RANKS - 1) over the links    Reference kernels/src/ops/exchange.rs */
+ * Cost      count · HIDDEN · 4 B (LINES: 8 B) · (RANKS - 1) over the links    Reference kernels/src/ops/exchange.rs, moe_combine.rs */
 static_assert(HIDDEN % 4 == 0, "rows are moved 16 bytes at a time");
 static_assert(RANKS == 2 || RANKS == 4 || RANKS == 8, "peers are two, four or eight");
 static_assert(BLOCKS * PEERS_MAX * 4 <= EPOCHS_AT && EPOCHS_AT + BLOCKS * 4 <= FAILED_AT && FAILED_AT + 4 <= DATA_AT, "the header's parts do not overlap");
@@ -66,7 +68,7 @@ DI V2 await_line(const u8* line, bool wanted, u8* own, u32* status, u32 rank, u3
 
 KERNEL void __launch_bounds__(THREADS, 1)
     exchange(float* gathered, const float* partial, u8* own, u8* peer0, u8* peer1, u8* peer2, u8* peer3, u8* peer4, u8* peer5, u8* peer6, u8* peer7,
-             u32* status, u32 rank, u32 rows, u32 first, u32 count) {
+             u32* status, u32 rank, u32 rows, u32 first, u32 count, float* x, const float* shared) {
   wait_and_let_start<AFTER_WAIT>(rows);
   u8* const peers[PEERS_MAX] = {peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7};
   const u32 epoch = ld_act_u32(word_at(own, EPOCHS_AT + blockIdx.x * 4)) + 1;
@@ -83,14 +85,20 @@ KERNEL void __launch_bounds__(THREADS, 1)
       if (n != rank) st_system_pairs(peers[n] + half + (u64)rank * LINES_BYTES + 16 * i, V4{v.x, epoch, v.y, epoch});
     st8(gathered + (u64)rank * whole + piece + 2 * i, v);
   }
-  for (u32 first = begin; first < lines; first += step) {
-    const u32 i = first + lane;
+  for (u32 start = begin; start < lines; start += step) {
+    const u32 i = start + lane;
+    const u64 at = piece + 2 * i;
+    V2 old = {0, 0}, add = {0, 0}, part[RANKS];
+    if (i < lines) old = ld_act8(x + at), add = ld_act8(shared + at), part[0] = ld_act8(partial + at);
+    const V2 mine = part[0];
 #pragma unroll
-    for (u32 n = 0; n < RANKS; n++)
-      if (n != rank) {
-        const V2 v = await_line(own + half + (u64)n * LINES_BYTES + 16 * i, i < lines, own, status, rank, n, epoch, rows, failed);
-        if (i < lines) st8(gathered + (u64)n * whole + piece + 2 * i, v);
-      }
+    for (u32 n = 0; n < RANKS; n++) {
+      part[n] = mine;
+      if (n == rank) continue;
+      part[n] = await_line(own + half + (u64)n * LINES_BYTES + 16 * i, i < lines, own, status, rank, n, epoch, rows, failed);
+      if (i < lines) st8(gathered + (u64)n * whole + at, part[n]);
+    }
+    if (i < lines) st8(x + at, combine_ranks<RANKS>(old, part, add));
   }
   sync_block(); /* Every thread has read the epoch. */
   if (threadIdx.x == 0) st_u32(word_at(own, EPOCHS_AT + blockIdx.x * 4), epoch);
@@ -109,7 +117,7 @@ DI void await_flag(u8* own, u32* status, u32 rank, u32 peer, u32 epoch, u32 rows
 
 KERNEL void __launch_bounds__(THREADS, 1)
     exchange(float* gathered, const float* partial, u8* own, u8* peer0, u8* peer1, u8* peer2, u8* peer3, u8* peer4, u8* peer5, u8* peer6, u8* peer7,
-             u32* status, u32 rank, u32 rows, u32 first, u32 count) {
+             u32* status, u32 rank, u32 rows, u32 first, u32 count, float* x, const float* shared) {
   wait_and_let_start<AFTER_WAIT>(rows);
   u8* const peers[PEERS_MAX] = {peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7};
   const u32 epoch = ld_act_u32(word_at(own, EPOCHS_AT + blockIdx.x * 4)) + 1;
@@ -140,8 +148,14 @@ KERNEL void __launch_bounds__(THREADS, 1)
     sync_block();
 #pragma unroll UNROLL
     for (u64 i = begin; i < vectors; i += step) {
+      const u64 at = piece + 4 * i;
+      const V4 old = ld_act16(x + at), add = ld_act16(shared + at);
+      V4 part[RANKS];
 #pragma unroll
-      for (u32 n = 0; n < RANKS; n++) st16(gathered + (u64)n * whole + piece + 4 * i, ld_system16(own + half + (u64)n * PIECE_BYTES + 16 * i));
+      for (u32 n = 0; n < RANKS; n++) part[n] = ld_system16(own + half + (u64)n * PIECE_BYTES + 16 * i);
+#pragma unroll
+      for (u32 n = 0; n < RANKS; n++) st16(gathered + (u64)n * whole + at, part[n]);
+      st16(x + at, combine_ranks<RANKS>(old, part, add));
     }
   }
   if (threadIdx.x == 0) st_u32(word_at(own, EPOCHS_AT + blockIdx.x * 4), epoch);

@@ -105,9 +105,9 @@ template <int ROWS, int TOKENS, int K_TILES, int DEPTH, bool GUARDED, bool HELD 
 #pragma unroll
       for (int half = 0; half < 2; half++) ring[slot][row][half] = tail[((after * ROWS + row) * 2 + half) * 32];
   }
-  /* Runs the chain over the first LIVE token tiles; asks for the first pairs of `next` (the same tiles of another row tile) on the way,
-   * unless it is null. Activations are asked for AHEAD pairs before their turn. */
-  template <int LIVE, class Tokens> DI void pass(const V4* weights, int first, int end, const V4* next, const Tokens& tokens) {
+  /* Runs the chain over the first LIVE token tiles; asks for the first pairs of `next` (the same tiles of another row tile) on the way, if there is
+   * `more` (a null pointer for "no more" was loaded from by code that ptxas made of it). Activations are asked for AHEAD pairs before their turn. */
+  template <int LIVE, class Tokens> DI void pass(const V4* weights, int first, int end, bool more, const V4* next, const Tokens& tokens) {
     constexpr int AHEAD = dividing(DEPTH, Tokens::AHEAD_REGISTERS / (4 * LIVE));
     const int pair_first = first / 2, pair_end = (end + 1) / 2;
 #pragma unroll
@@ -146,23 +146,26 @@ template <int ROWS, int TOKENS, int K_TILES, int DEPTH, bool GUARDED, bool HELD 
           load_held(slot, pair - pair_first);
         } else if (pair + DEPTH < pair_end) {
           load(slot, weights, pair + DEPTH, first, end);
-        } else if (!GUARDED && next) {
+        } else if (!GUARDED && more) {
           load(slot, next, pair + DEPTH - (pair_end - pair_first), first, end);
         }
       }
     }
-    if (GUARDED && next) start(next, first, end);
+    if (GUARDED && more) start(next, first, end);
+  }
+  template <int LIVE, class Tokens> DI void pass(const V4* weights, int first, int end, decltype(nullptr), const Tokens& tokens) {
+    pass<LIVE>(weights, first, end, false, weights, tokens);
   }
   /* The same of `token_tiles` live tiles, at most TOKENS. */
-  template <class Tokens> DI void run(const V4* weights, int first, int end, const V4* next, const Tokens& tokens, int token_tiles) {
+  template <class Tokens> DI void run(const V4* weights, int first, int end, bool more, const V4* next, const Tokens& tokens, int token_tiles) {
     if (token_tiles <= 1) {
-      pass<1>(weights, first, end, next, tokens);
+      pass<1>(weights, first, end, more, next, tokens);
     } else if (TOKENS <= 2 || token_tiles == 2) {
-      pass<TOKENS <= 2 ? TOKENS : 2>(weights, first, end, next, tokens);
+      pass<TOKENS <= 2 ? TOKENS : 2>(weights, first, end, more, next, tokens);
     } else if (TOKENS <= 4 || token_tiles <= 4) {
-      pass<TOKENS <= 4 ? TOKENS : 4>(weights, first, end, next, tokens);
+      pass<TOKENS <= 4 ? TOKENS : 4>(weights, first, end, more, next, tokens);
     } else {
-      pass<TOKENS>(weights, first, end, next, tokens);
+      pass<TOKENS>(weights, first, end, more, next, tokens);
     }
   }
 };

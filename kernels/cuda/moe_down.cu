@@ -5,9 +5,9 @@
  *           y [R, TOP_K, WEIGHT_N] f32, y_shared [2, R, WEIGHT_N] f32 (many rows)
  * Launch    few rows: moe_down, grid (row tiles), block 256: a block owns 16 outputs of all rows; its warps take experts and slices of the shared
  *           experts in turn and leave y in shared memory; one barrier; then the sums in order
- *           many rows: moe_down_lines, grid: the GPU's blocks, block 256: a warp takes (slice of the shared experts, row tile) and (active expert,
+ *           many rows: moe_down_lines, grid: the GPU's blocks, block 32 · WARPS: a warp takes (slice of the shared experts, row tile) and (active expert,
  *           row tile) items in strides and leaves y in the workspace; moe_down_sum, grid R · WEIGHT_N / 1024: the sums in order. A block's warps
- *           share an expert, so its activations cross L2 once for eight row tiles
+ *           share an expert, so its activations cross L2 once for their row tiles
  * Numerics  one slice an expert, two slices and their sum for the shared experts (gemm.cuh); p = p + w · y from +0.0, product rounded
  * Pad rows  have no expert: only the shared experts' output   Capture   no allocation, sync or readback
  * Cost      (active experts · WEIGHT_K + SHARED_K) · WEIGHT_N · 2 B, memory-bound; no spills
@@ -94,13 +94,14 @@ KERNEL void __launch_bounds__(256, 1)
   }
   wait_and_let_start<AT_ONCE>(rows);
   while (item < items) {
-    const V4* next = item + 8 < items ? weights_of(item + 8) : nullptr;
+    const bool more = item + 8 < items;
+    const V4* next = more ? weights_of(item + 8) : mine;
     if (item < shared_items) {
       const int half = item % 2, first = item / 2 * TOKEN_TILES * 8;
       Tokens tokens(shared_act + half * HALF_TILES * 16, lane);
 #pragma unroll
       for (int tile = 0; tile < TOKEN_TILES; tile++) tokens.offset[tile] = min_of(first + tile * 8 + g, rows - 1) * SHARED_K;
-      work.run(mine, 0, HALF_TILES, next, tokens, ceil_div((int)rows - first, 8));
+      work.run(mine, 0, HALF_TILES, more, next, tokens, ceil_div((int)rows - first, 8));
 #pragma unroll
       for (int tile = 0; tile < TOKEN_TILES; tile++)
 #pragma unroll
@@ -123,7 +124,8 @@ KERNEL void __launch_bounds__(256, 1)
       for (int token = 0; token < count; token += TOKEN_TILES * 8) {
 #pragma unroll
         for (int tile = 0; tile < TOKEN_TILES; tile++) tokens.offset[tile] = line_of(min_of(token + tile * 8 + g, count - 1)) * WEIGHT_K;
-        work.run(mine, 0, K_TILES, token + TOKEN_TILES * 8 < count ? mine : next, tokens, ceil_div(count - token, 8));
+        const bool again = token + TOKEN_TILES * 8 < count;
+        work.run(mine, 0, K_TILES, again || more, again ? mine : next, tokens, ceil_div(count - token, 8));
 #pragma unroll
         for (int tile = 0; tile < TOKEN_TILES; tile++)
 #pragma unroll
@@ -167,13 +169,13 @@ template <class RowOf> DI void leave(const Work& work, int row_tile, int token, 
     }
 }
 
-KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
+KERNEL void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     moe_down_lines(float* y, const bf16* act, const u32* expert_id, const V4* weight, const bf16* shared_act, const V4* shared_weight, u32 rows) {
   DYNAMIC_SHARED;
-  typedef Routes<EXPERTS, LINES_MAX, 8> Table;
+  typedef Routes<EXPERTS, LINES_MAX, WARPS> Table;
   Table& routes = *(Table*)dynamic_shared;
   float* y_shared = y + (u64)rows * TOP_K * WEIGHT_N;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, stride = gridDim.x * 8;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, stride = gridDim.x * WARPS;
   const int groups = SHARED_K ? ceil_div(rows, SHARED_TILES * 8) : 0, shared_items = 2 * groups * N_TILES;
   routes.build(expert_id, rows * TOP_K, FIRST_EXPERT);
   const int items = shared_items + routes.active_count * N_TILES;
@@ -183,7 +185,7 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
     return weight + ((u64)routes.active[which - 2 * groups] * N_TILES + row_tile) * K_TILES * 32 + lane;
   };
   Work work;
-  int item = blockIdx.x * 8 + warp;
+  int item = blockIdx.x * WARPS + warp;
   const V4* mine = nullptr;
   if (item < items) {
     mine = weights_of(item);
@@ -192,7 +194,8 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
   wait_and_let_start<AT_ONCE>(rows);
   while (item < items) {
     const int row_tile = item % N_TILES, which = item / N_TILES;
-    const V4* next = item + stride < items ? weights_of(item + stride) : nullptr;
+    const bool more = item + stride < items;
+    const V4* next = more ? weights_of(item + stride) : mine;
     const bool is_shared = item < shared_items;
     const int half = which % 2, expert = is_shared ? 0 : routes.active[which - 2 * groups];
     const int first = is_shared ? which / 2 * SHARED_TILES * 8 : 0, count = is_shared ? min_of(first + SHARED_TILES * 8, rows) : (int)routes.count[expert];
@@ -204,7 +207,8 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
         const int i = min_of(token + tile * 8 + g, count - 1);
         tokens.offset[tile] = is_shared ? i * SHARED_K : lines[i] * WEIGHT_K;
       }
-      work.run(mine, 0, is_shared ? HALF_TILES : K_TILES, token + TOKEN_TILES * 8 < count ? mine : next, tokens, ceil_div(count - token, 8));
+      const bool again = token + TOKEN_TILES * 8 < count;
+      work.run(mine, 0, is_shared ? HALF_TILES : K_TILES, again || more, again ? mine : next, tokens, ceil_div(count - token, 8));
       leave(work, row_tile, token, count, lane,
             [&](int i) { return is_shared ? y_shared + ((u64)half * rows + i) * WEIGHT_N : y + (u64)lines[i] * WEIGHT_N; });
     }

@@ -51,13 +51,14 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM) moe_up(bf16* act, const bf16* 
   }
   while (item < items) {
     const int row_tile = item % N_TILES, next_item = item + stride;
-    const V4* next = next_item < items ? weights_of(next_item) : nullptr;
+    const bool more = next_item < items;
+    const V4* next = more ? weights_of(next_item) : mine;
     GlobalTokens<K_TILES, TOKEN_TILES> tokens(h, lane);
 #if LINES_MAX <= 32
     const u32 lines = from_lane_u32(routes.same, routes.holder(item / N_TILES));
     const int count = __popc(lines);
     tokens.offset[0] = (u32)routes.line(lines, min_of(g, count - 1)) / TOP_K * WEIGHT_K;
-    work.pass<1>(mine, 0, K_TILES, next, tokens);
+    work.pass<1>(mine, 0, K_TILES, more, next, tokens);
 #pragma unroll
     for (int side = 0; side < 2; side++)
       if (2 * t + side < count) store_act(act, work.sum[0][0], side, routes.line(lines, 2 * t + side), row_tile, g);
@@ -69,7 +70,8 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM) moe_up(bf16* act, const bf16* 
 #pragma unroll
       for (int tile = 0; tile < TOKEN_TILES; tile++)
         tokens.offset[tile] = (u32)lines[min_of(token + tile * 8 + g, count - 1)] / TOP_K * WEIGHT_K;
-      work.run(mine, 0, K_TILES, token + TOKEN_TILES * 8 < count ? mine : next, tokens, tiles);
+      const bool again = token + TOKEN_TILES * 8 < count;
+      work.run(mine, 0, K_TILES, again || more, again ? mine : next, tokens, tiles);
 #pragma unroll
       for (int tile = 0; tile < TOKEN_TILES; tile++)
 #pragma unroll

@@ -86,8 +86,8 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) norm_gate_up(bf16* out,
                                                          [&](int row) { return (const float*)x + (u64)(token + row) * WEIGHT_K; });
   const SharedTokens<K_TILES, STRIDE> tokens(normed, live, lane);
   while (row_tile < N_TILES) {
-    const V4* next = row_tile + step < N_TILES ? mine + (u64)step * K_TILES * 32 : nullptr;
-    work.pass<TOKEN_TILES>(mine, 0, K_TILES, next, tokens);
+    const V4* next = mine + (u64)step * K_TILES * 32;
+    work.pass<TOKEN_TILES>(mine, 0, K_TILES, row_tile + step < N_TILES, next, tokens);
 #pragma unroll
     for (int row = 0; row < ROW_TILES; row++)
 #pragma unroll

@@ -3,6 +3,7 @@
  *           weight packed [WEIGHT_N, WEIGHT_K] · norm [WEIGHT_K], bias [WEIGHT_N] f32
  * Launch    grid (row tiles / ROW_TILES, token tiles / TOKEN_TILES), block 256: warp = K slice
  *           FUSED: one token group, every block normalises all rows into shared memory
+ *           HELD: pairs of k tiles in a warp's registers where all of a block's weights are asked for before the wait, the others in shared memory; else 0
  * Numerics  eight slices and their tree (gemm.cuh); norm.cuh; bias added in fp32
  * Pad rows  computed like any row                    Capture   no allocation, sync or readback
  * Cost      WEIGHT_N · WEIGHT_K · 2 B, memory-bound; no spills
@@ -11,12 +12,13 @@ static_assert(WEIGHT_K % 16 == 0, "K must be whole tiles");
 static_assert(SLICES == 8, "this kernel is written for eight slices, one a warp");
 
 constexpr int K_TILES = WEIGHT_K / 16, STRIDE = ceil_div(WEIGHT_K, 64) * 64 + 32;
-typedef Sliced<K_TILES, ROW_TILES, TOKEN_TILES> Tile;
+typedef Sliced<K_TILES, ROW_TILES, TOKEN_TILES, HELD, (HELD > 0)> Tile;
+static_assert(HELD_SHARED == 8 * Tile::HELD_BYTES, "the host counts as gemm.cuh does");
 
 KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
     norm_gemm(float* out, const void* x, const V4* weight, const float* norm, const float* bias, u32 rows) {
   DYNAMIC_SHARED;
-  float* slices = (float*)dynamic_shared;
+  float* slices = (float*)(dynamic_shared + HELD_SHARED);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_tile = blockIdx.x * ROW_TILES, token = blockIdx.y * TOKEN_TILES * 8;
   const int first = slice_begin(warp, SLICES, K_TILES), end = slice_begin(warp + 1, SLICES, K_TILES);
@@ -24,6 +26,7 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
 
   Tile::Work work;
   work.start(mine, first, end);
+  if (HELD) work.hold((V4*)(dynamic_shared + warp * Tile::HELD_BYTES), mine, first, end);
   wait_and_let_start<AT_ONCE>(rows);
 #if FUSED
   bf16* normed = (bf16*)(slices + Tile::SHARED_FLOATS);
@@ -33,6 +36,7 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
 #else
   const auto tokens = rows_of<K_TILES, TOKEN_TILES, WEIGHT_K>((const bf16*)x, token, rows, lane);
 #endif
+  if (HELD) copy_wait<0>(); /* a lane reads what it copied itself */
   work.pass<TOKEN_TILES>(mine, first, end, nullptr, tokens);
 
 #pragma unroll

@@ -33,6 +33,7 @@ pub fn cuda_sources() -> &'static [(&'static str, &'static str)] {
         "fold.cuh",
         "attend.cuh",
         "routes.cuh",
+        "combine.cuh",
         "wgmma.cuh",
         "pack.cu",
         "dummy.cu",

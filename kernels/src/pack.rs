@@ -155,6 +155,7 @@ fn plain(
         counters: 0,
         args,
         pdl: false,
+        edge_out: true,
     }
 }
 

@@ -87,8 +87,9 @@ fn configuration(spec: &ModelSpec, limits: &StepLimits) -> String {
             pack::launch(&weight.form, 0..1).iter().for_each(&mut declare);
         }
         declare(&pack::dummy_launch(&plan.weights[0].parts[0], 0, 1));
-        for placed in &plan.ops {
-            let launches = placed.op.launches(&plan, &GpuFacts::h200()).expect("the test can set up its mock driver");
+        for (placed, next) in plan.ops_with_next() {
+            let launches =
+                placed.op.launches(next, &plan, &GpuFacts::h200()).expect("the test can set up its mock driver");
             launches.iter().for_each(&mut declare);
             if let Op::Feed(feed) = &placed.op {
                 let last = launches.last().expect("the test can set up its mock driver");

@@ -101,7 +101,7 @@ fn what_several_ranks_launch_compiles() {
             asked.add_exchange(&Checkpoint::dummy(&shape("deepseek-v2-lite"), 0).unwrap(), ranks, arch);
         }
         let exchanges = asked.uses.keys().filter(|kernel| kernel.function == "exchange").count();
-        assert_eq!(exchanges, 3 * 2, "of one row and of more, for each number of ranks");
+        assert_eq!(exchanges, 3 * 2, "of few rows and of more, for each number of ranks");
         faults.extend(compiler.faults(&asked, arch));
     }
     none(faults);
@@ -165,7 +165,7 @@ impl Asked {
         assert!(built.len() >= buckets.map_or(8, <[usize]>::len), "{}: buckets {built:?}", checkpoint.name);
         for bucket in built {
             let plan = model::build(&checkpoint.spec, &limits, RankShape::SINGLE, bucket).unwrap();
-            plan.ops.iter().for_each(|placed| self.note_op(&placed.op, &plan, &facts));
+            plan.ops_with_next().for_each(|(placed, next)| self.note_op(&placed.op, next, &plan, &facts));
             for weight in &plan.weights {
                 let packs = pack::launch(&weight.form, 0..1);
                 let dummy = weight.parts.first().map(|part| pack::dummy_launch(part, 0, 1));
@@ -182,16 +182,22 @@ impl Asked {
         let (limits, facts) = (limits_of(checkpoint), facts(arch));
         for bucket in SAMPLED_BUCKETS {
             let plan = model::build(&checkpoint.spec, &limits, RankShape { rank: ranks - 1, ranks }, bucket).unwrap();
-            for placed in &plan.ops {
-                if matches!(placed.op, Op::MoeDown(_) | Op::Exchange(_) | Op::MoeCombine(_)) {
-                    self.note_op(&placed.op, &plan, &facts);
+            for (placed, next) in plan.ops_with_next() {
+                if matches!(placed.op, Op::MoeDown(_) | Op::MoeCombine(_)) {
+                    self.note_op(&placed.op, next, &plan, &facts);
                 }
+                if !matches!(placed.op, Op::Exchange(_)) {
+                    continue;
+                }
+                let launches = placed.op.launches_over_peers(next, &plan, &facts);
+                let launches = launches.unwrap_or_else(|e| panic!("the exchange of bucket {bucket}: {e}"));
+                launches.iter().for_each(|launch| self.note(launch, false, facts.pdl && launch.pdl));
             }
         }
     }
 
-    fn note_op(&mut self, op: &Op, plan: &Plan, facts: &GpuFacts) {
-        let launches = op.launches(plan, facts);
+    fn note_op(&mut self, op: &Op, next: Option<&Op>, plan: &Plan, facts: &GpuFacts) {
+        let launches = op.launches(next, plan, facts);
         let launches =
             launches.unwrap_or_else(|e| panic!("{} on {}, bucket {}: {e}", plan.model, facts.arch, plan.rows));
         for launch in launches {

@@ -119,9 +119,11 @@ fn configuration(rank: RankShape, limits: &StepLimits) -> String {
         }
         declare(&pack::dummy_launch(&plan.weights[0].parts[0], 0, 1));
         declare(&stamp(0));
-        for placed in &plan.ops {
-            let launches = placed.op.launches(&plan, &GpuFacts::h200()).unwrap();
+        for (placed, next) in plan.ops_with_next() {
+            let facts = GpuFacts::h200();
+            let launches = placed.op.launches(next, &plan, &facts).unwrap();
             launches.iter().for_each(&mut declare);
+            placed.op.launches_over_peers(next, &plan, &facts).unwrap().iter().for_each(&mut declare);
             if let Op::Feed(feed) = &placed.op {
                 let last = launches.last().unwrap();
                 let at = |id| last.args.iter().position(|arg| *arg == Arg::Buffer(id)).unwrap();

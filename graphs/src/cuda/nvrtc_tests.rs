@@ -146,8 +146,12 @@ fn exchange_launches() -> Vec<Launch> {
         for bucket in [4, 512] {
             let spec = samples::deepseek_on_cuda();
             let plan = crate::model::build(&spec, &limits, RankShape { rank: 1, ranks }, bucket).unwrap();
-            let exchanges = plan.ops.iter().filter(|placed| matches!(placed.op, slotgraph_kernels::Op::Exchange(_)));
-            launches.extend(exchanges.flat_map(|placed| placed.op.launches(&plan, &GpuFacts::h200()).unwrap()));
+            let exchanges =
+                plan.ops_with_next().filter(|(placed, _)| matches!(placed.op, slotgraph_kernels::Op::Exchange(_)));
+            launches.extend(
+                exchanges
+                    .flat_map(|(placed, next)| placed.op.launches_over_peers(next, &plan, &GpuFacts::h200()).unwrap()),
+            );
         }
     }
     launches
@@ -184,8 +188,8 @@ fn sample_launches() -> Vec<Launch> {
             let plan = crate::model::build(&spec, &limits, RankShape::SINGLE, bucket).unwrap();
             launches.extend(plan.weights.iter().filter_map(|weight| pack::launch(&weight.form, 0..1)));
             launches.push(pack::dummy_launch(&plan.weights[0].parts[0], 0, 1));
-            for placed in &plan.ops {
-                launches.extend(placed.op.launches(&plan, &GpuFacts::h200()).unwrap());
+            for (placed, next) in plan.ops_with_next() {
+                launches.extend(placed.op.launches(next, &plan, &GpuFacts::h200()).unwrap());
             }
         }
     }

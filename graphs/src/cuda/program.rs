@@ -28,14 +28,15 @@ pub(super) enum Work<T> {
 }
 
 impl Planned {
-    /// `over_peers`: an exchange is our own kernel over peer memory.
+    /// `over_peers`: an exchange is our own kernel over peer memory, which combines on the way.
     pub fn new(plan: Plan, facts: &GpuFacts, over_peers: bool) -> Result<Planned, CudaError> {
         let bucket = plan.rows;
-        let work = |placed: &PlacedOp| match &placed.op {
-            Op::Exchange(exchange) if !over_peers => Ok(Work::Exchange(exchange.clone())),
-            op => op.launches(&plan, facts).map(Work::Launches),
+        let work = |(placed, next): (&PlacedOp, Option<&Op>)| match &placed.op {
+            op if over_peers => op.launches_over_peers(next, &plan, facts).map(Work::Launches),
+            Op::Exchange(exchange) => Ok(Work::Exchange(exchange.clone())),
+            op => op.launches(next, &plan, facts).map(Work::Launches),
         };
-        let work = plan.ops.iter().map(work).collect::<Result<_, _>>();
+        let work = plan.ops_with_next().map(work).collect::<Result<_, _>>();
         let work = work.map_err(|source| CudaError::Launch { bucket, source })?;
         Ok(Planned { plan, work })
     }
@@ -65,7 +66,7 @@ pub(super) struct Program {
 
 impl Program {
     /// Fills in the addresses (a diverted buffer keeps its own for `fetch`, which writes it). No programmatic edge leads into the first launch
-    /// of a step, nor into or out of an exchange but one of ours between GPUs of their own.
+    /// of a step, out of a launch that wants none, nor into or out of an exchange but one of ours between GPUs of their own.
     pub fn resolve(
         planned: &Planned,
         modules: &Modules,
@@ -92,7 +93,7 @@ impl Program {
                         let call = Call::resolve(launch, modules, addresses, programmatic)
                             .map_err(|reason| CudaError::Graph { bucket, reason })?;
                         calls.push(call);
-                        after_kernel = !alone;
+                        after_kernel = launch.edge_out && !alone;
                     }
                     Work::Launches(calls)
                 }

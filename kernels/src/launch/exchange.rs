@@ -1,17 +1,17 @@
-//! Geometry of the peer-to-peer exchange. The other transports launch nothing of ours.
+//! Geometry of the peer-to-peer exchange, which combines on the way. The other transports launch nothing of ours but the combine behind them.
 
 use super::gemm::stride;
 use super::{Arg, Kernel, Launch, LaunchError, define};
 use crate::Specs;
-use crate::ops::Exchange;
 use crate::ops::exchange::{BLOCKS, LINE_ROWS, PEERS_MAX, PIECE_ROWS, Scratch, status};
+use crate::ops::{Exchange, MoeCombine};
 
 /// Threads of a block. Blocks of this size find a place beside any other kernel's, so ranks that share a GPU can meet.
 const THREADS: usize = 512;
 
 impl Exchange {
-    /// One launch a piece of rows.
-    pub(super) fn launches(&self, specs: &dyn Specs) -> Result<Vec<Launch>, LaunchError> {
+    /// One launch a piece of rows, which also does what `combine` says.
+    pub(super) fn launches(&self, combine: &MoeCombine, specs: &dyn Specs) -> Result<Vec<Launch>, LaunchError> {
         let (rows, hidden) = (specs.rows(), stride(specs, self.partial));
         if !hidden.is_multiple_of(4) {
             let need = "a multiple of 4".into();
@@ -48,6 +48,7 @@ impl Exchange {
             args.extend((0..PEERS_MAX).map(|peer| if peer < self.ranks { Arg::Peer(peer as u8) } else { Arg::U64(0) }));
             args.push(Arg::Status);
             args.extend([self.rank, rows, first, (rows - first).min(PIECE_ROWS)].map(|number| Arg::U32(number as u32)));
+            args.extend([combine.x, combine.shared].map(Arg::Buffer));
             let (kernel, block) = (kernel.clone(), THREADS as u32);
             Launch { kernel, grid: [BLOCKS as u32, 1, 1], block, args, ..Launch::plain() }
         };

@@ -129,6 +129,41 @@ pub(super) fn held_bytes(k_tiles: usize, row_tiles: usize, limit: usize) -> usiz
     (pairs - depth) * row_tiles * 1024
 }
 
+/// Rows of a one-slice gate_up that norms by itself whenever that is possible; with more a norm comes between o_proj and the GEMM.
+const FUSED_GATE_UP_ROWS: usize = 8;
+/// Most rows at which a block may hold all its weights before the wait.
+const HELD_ROWS_MAX: usize = 8;
+
+/// How a block of eight slices holds all its weights before the wait: pairs of k tiles in a warp's registers, the others in shared memory, and blocks of a
+/// multiprocessor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Hold {
+    ring: usize,
+    blocks_per_sm: usize,
+}
+
+impl Hold {
+    const SHORT: Hold = Hold { ring: 4, blocks_per_sm: 3 };
+    const LONG: Hold = Hold { ring: 8, blocks_per_sm: 2 };
+
+    /// With a third block on each multiprocessor all row tiles are in flight in one round, where with two a second round is half empty (Qwen3-4B's q, k
+    /// and v at one row: 2.47 ms a step before, 2.35 so).
+    fn for_one_round(shape: &Shape, gpu: &GpuFacts) -> Option<Hold> {
+        let tiles = shape.row_tiles();
+        (tiles > 2 * gpu.sm_count && tiles <= Hold::SHORT.blocks_per_sm * gpu.sm_count).then_some(Hold::SHORT)
+    }
+    /// Shared memory for what is held, beside `own_bytes` of the block; None if it does not fit.
+    fn bytes(&self, shape: &Shape, tiling: &Tiling, rows: usize, own_bytes: usize, gpu: &GpuFacts) -> Option<usize> {
+        let bytes = 8 * held_bytes(shape.k_tiles(), 1, self.ring);
+        let fits = self.blocks_per_sm * (bytes + own_bytes) <= gpu.shared_max;
+        (rows <= HELD_ROWS_MAX && tiling.row_tiles == 1 && bytes > 0 && fits).then_some(bytes)
+    }
+    fn defines(of: Option<(Hold, usize)>) -> [(&'static str, String); 2] {
+        let (ring, bytes) = of.map_or((0, 0), |(hold, bytes)| (hold.ring, bytes));
+        [define("HELD", ring), define("HELD_SHARED", bytes)]
+    }
+}
+
 /// Gate and up of rows that are normed already (`moe_gate`'s shared experts): the second launch of an op.
 pub(super) struct GateUpOfNormed {
     pub op: &'static str,
@@ -142,17 +177,15 @@ pub(super) struct GateUpOfNormed {
 }
 
 impl GateUpOfNormed {
-    /// Most rows at which a block holds its whole weight before the wait, three blocks an SM.
-    const HELD_ROWS_MAX: usize = 8;
-
     pub fn launch(&self, gpu: &GpuFacts) -> Result<Launch, LaunchError> {
         let GateUpOfNormed { op, shape, rows, out, h, weight, norm } = *self;
         let mut tiling = Tiling::sliced(rows, shape.row_tiles());
-        let held_bytes = 8 * held_bytes(shape.k_tiles(), tiling.row_tiles, 4);
-        let held = rows <= Self::HELD_ROWS_MAX && 3 * (held_bytes + tiling.slice_bytes()) <= gpu.shared_max;
+        let held_bytes = 8 * held_bytes(shape.k_tiles(), tiling.row_tiles, Hold::SHORT.ring);
+        let held =
+            rows <= HELD_ROWS_MAX && Hold::SHORT.blocks_per_sm * (held_bytes + tiling.slice_bytes()) <= gpu.shared_max;
         let held_bytes = if held { held_bytes } else { 0 };
         if held {
-            tiling.blocks_per_sm = 3;
+            tiling.blocks_per_sm = Hold::SHORT.blocks_per_sm;
         }
         let shared_bytes = held_bytes + tiling.slice_bytes();
         gpu.require_shared(op, shared_bytes)?;
@@ -225,13 +258,18 @@ impl NormGemm {
         let shape = Shape::of(op, specs, self.weight)?;
         shape.require_slices(op, &[8])?;
         let (rows, x_stride) = (specs.rows(), stride(specs, self.x.buffer));
-        let tiling = Tiling::sliced(rows, shape.row_tiles());
+        let mut tiling = Tiling::sliced(rows, shape.row_tiles());
         let fused = rows <= FUSED_ROWS_MAX;
-        let row_bytes = if fused { tiling.token_tiles * 8 * shape.shared_stride() * 2 } else { 0 };
-        let shared_bytes = tiling.slice_bytes() + row_bytes;
+        let row_bytes = if fused { rows * shape.shared_stride() * 2 } else { 0 };
+        let own_bytes = tiling.slice_bytes() + row_bytes;
+        let held = Hold::for_one_round(&shape, gpu)
+            .and_then(|hold| Some((hold, hold.bytes(&shape, &tiling, rows, own_bytes, gpu)?)));
+        let shared_bytes = held.map_or(0, |(_, bytes)| bytes) + own_bytes;
         gpu.require_shared(op, shared_bytes)?;
+        tiling.blocks_per_sm = held.map_or(tiling.blocks_per_sm, |(hold, _)| hold.blocks_per_sm);
         let mut defines = shape.defines();
         defines.extend(tiling.defines());
+        defines.extend(Hold::defines(held));
         defines.extend([flag("FUSED", fused), flag("HAS_BIAS", self.bias.is_some())]);
         let (x_stride_define, x_offset) = if fused { (x_stride, self.x.offset) } else { (shape.k, 0) };
         defines.extend([define("X_STRIDE", x_stride_define), define("X_OFFSET", x_offset)]);
@@ -262,21 +300,35 @@ impl NormGemm {
 }
 
 impl GemmAdd {
-    pub(super) fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
+    /// `before_gate_up`: a dense gate_up comes next. Its first weights, asked for while this launch still asks for its own, would delay this one, so it gets
+    /// no early edge (Qwen3-4B at one row: 2.49 ms a step, 2.62 with one), or one where everything here was asked for before the wait (2.34).
+    pub(super) fn launches(
+        &self,
+        before_gate_up: bool,
+        specs: &dyn Specs,
+        gpu: &GpuFacts,
+    ) -> Result<Vec<Launch>, LaunchError> {
         let op = "gemm_add";
         let shape = Shape::of(op, specs, self.weight)?;
         shape.require_slices(op, &[8])?;
         let rows = specs.rows();
-        let tiling = Tiling::sliced(rows, shape.row_tiles());
-        gpu.require_shared(op, tiling.slice_bytes())?;
+        let mut tiling = Tiling::sliced(rows, shape.row_tiles());
+        let own_bytes = tiling.slice_bytes();
+        let hold = Some(Hold::LONG).filter(|_| before_gate_up && rows == 1);
+        let held = hold.and_then(|hold| Some((hold, hold.bytes(&shape, &tiling, rows, own_bytes, gpu)?)));
+        let shared_bytes = held.map_or(0, |(_, bytes)| bytes) + own_bytes;
+        gpu.require_shared(op, shared_bytes)?;
+        tiling.blocks_per_sm = held.map_or(tiling.blocks_per_sm, |(hold, _)| hold.blocks_per_sm);
+        let successor = if held.is_some() { Successor::AfterLoads } else { Successor::AtOnce };
         let mut defines = shape.defines();
         defines.extend(tiling.defines());
-        defines.push(flag("HAS_BIAS", self.bias.is_some()));
+        defines.extend(Hold::defines(held));
+        defines.extend([flag("HAS_BIAS", self.bias.is_some()), successor.define()]);
         Ok(vec![Launch {
             kernel: Kernel { source: "gemm_add.cu", function: "gemm_add", defines },
             grid: [(shape.row_tiles() / tiling.row_tiles) as u32, tiling.token_groups(rows), 1],
             block: BLOCK,
-            shared_bytes: tiling.slice_bytes() as u32,
+            shared_bytes: shared_bytes as u32,
             args: vec![
                 Arg::Buffer(self.x),
                 Arg::Buffer(self.input),
@@ -284,6 +336,7 @@ impl GemmAdd {
                 Arg::Weight(self.bias.unwrap_or(self.weight)),
                 Arg::U32(rows as u32),
             ],
+            edge_out: !before_gate_up || rows > FUSED_GATE_UP_ROWS || held.is_some(),
             ..Launch::plain()
         }])
     }
@@ -379,15 +432,7 @@ impl NormedWhole {
 }
 
 impl NormGateUp {
-    /// The GEMM has no early edge: it starts when what is before it, o_proj or the norm apart, has ended. Its first weights, asked for earlier, came
-    /// between o_proj's (H200, Qwen3-4B, one row: 2.62 ms a step with an early edge, 2.49 without).
     pub(super) fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
-        let mut launches = self.with_early_weights(specs, gpu)?;
-        launches.last_mut().expect("a GEMM is the last launch").pdl = false;
-        Ok(launches)
-    }
-
-    fn with_early_weights(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
         let op = "norm_gate_up";
         let shape = Shape::of(op, specs, self.weight)?;
         shape.require_slices(op, &[1, 8])?;

@@ -120,6 +120,8 @@ pub struct Launch {
     pub args: Vec<Arg>,
     /// The kernel waits for its predecessor by itself, so the launch may carry a programmatic edge (sm_90 and later).
     pub pdl: bool,
+    /// The launch behind it may carry one. Where it may not, that starts when this one has ended.
+    pub edge_out: bool,
 }
 
 /// Why an op cannot run on a GPU.
@@ -146,6 +148,7 @@ impl Launch {
             counters: 0,
             args: Vec::new(),
             pdl: true,
+            edge_out: true,
         }
     }
 }
@@ -193,6 +196,7 @@ enum Successor {
     AtExit,
     AfterWait,
     AtOnce,
+    AfterLoads,
 }
 
 impl Successor {
@@ -206,17 +210,19 @@ impl Successor {
             Successor::AtExit => "AT_EXIT",
             Successor::AfterWait => "AFTER_WAIT",
             Successor::AtOnce => "AT_ONCE",
+            Successor::AfterLoads => "AFTER_LOADS",
         };
         ("SUCCESSOR", value.into())
     }
 }
 
 impl Op {
-    /// The op's launches in order: one graph node, or a short chain of them at large R. An exchange's are those of the peer-to-peer transport.
-    pub fn launches(&self, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
+    /// The op's launches in order: one graph node, or a short chain of them at large R. An exchange has none: the transport sees to it.
+    /// `next` is the op behind it, which some let start earlier than others.
+    pub fn launches(&self, next: Option<&Op>, specs: &dyn Specs, gpu: &GpuFacts) -> Result<Vec<Launch>, LaunchError> {
         match self {
             Op::NormGemm(op) => op.launches(specs, gpu),
-            Op::GemmAdd(op) => op.launches(specs, gpu),
+            Op::GemmAdd(op) => op.launches(matches!(next, Some(Op::NormGateUp(_))), specs, gpu),
             Op::NormGateUp(op) => op.launches(specs, gpu),
             Op::Head(op) => op.launches(specs, gpu),
             Op::Sample(op) => Ok(vec![op.launch(specs, gpu)?]),
@@ -232,7 +238,23 @@ impl Op {
             Op::Embed(op) => op.launches(specs),
             Op::MoeCombine(op) => op.launches(specs, gpu),
             Op::GqaPrep(op) => op.launches(specs),
-            Op::Exchange(op) => op.launches(specs),
+            Op::Exchange(_) => Ok(Vec::new()),
+        }
+    }
+
+    /// The launches of a rank whose exchanges are our own kernel over peer memory: it combines on the way, so the combine that follows it, `next`, has
+    /// none.
+    pub fn launches_over_peers(
+        &self,
+        next: Option<&Op>,
+        specs: &dyn Specs,
+        gpu: &GpuFacts,
+    ) -> Result<Vec<Launch>, LaunchError> {
+        match (self, next) {
+            (Op::Exchange(exchange), Some(Op::MoeCombine(combine))) => exchange.launches(combine, specs),
+            (Op::Exchange(_), _) => Err(LaunchError::NoKernel { op: "exchange" }),
+            (Op::MoeCombine(_), _) => Ok(Vec::new()),
+            _ => self.launches(next, specs, gpu),
         }
     }
 }

@@ -94,6 +94,9 @@ fn routes_bytes(experts: usize, lines: usize) -> usize {
     (experts * (4 + 4 + 8 * 4 + 2) + lines * 2 + 4 + 16).next_multiple_of(16)
 }
 
+/// Rows of a step that choose nearly every expert and are few enough for two blocks an SM.
+const MOST_CHOSEN: std::ops::RangeInclusive<usize> = 33..=128;
+
 /// How a warp meets an expert's tokens: token tiles of a pass, pairs of k tiles in flight at most, blocks of an SM.
 ///
 /// Few rows are all latency, so a deep ring; from 16 rows on more tokens a pass, so that a weight is read once.
@@ -124,6 +127,12 @@ impl Walk {
             _ => (8, 4, 1),
         };
         Walk { token_tiles, depth, blocks_per_sm }
+    }
+    /// Warps of a block: at rows that choose nearly every expert as many as leave the last round over `items` fullest (at 64 rows a real model has 4.12
+    /// rounds of sixteen warps an SM, and a fifth in which few warps wait for memory alone).
+    fn warps(&self, rows: usize, items: usize, gpu: &GpuFacts) -> usize {
+        let idle = |warps: &usize| items.next_multiple_of(warps * self.blocks_per_sm * gpu.sm_count) - items;
+        if MOST_CHOSEN.contains(&rows) { (6..=8).rev().min_by_key(idle).unwrap_or(8) } else { 8 }
     }
     fn defines(&self) -> [(&'static str, String); 3] {
         [
@@ -188,6 +197,10 @@ impl MoeDown {
         }
         let (rows, walk) = (specs.rows(), Walk::down(specs.rows()));
         let lines = rows * self.top_k;
+        let shared_tiles = SHARED_TILES.iter().find(|(most, _)| rows <= *most).map_or(4, |(_, tiles)| *tiles);
+        let shared_items = if shared.is_some() { 2 * rows.div_ceil(shared_tiles * 8) } else { 0 };
+        let items = (shared_items + lines.min(self.local_experts)) * shape.row_tiles();
+        let warps = walk.warps(rows, items, gpu);
         let apart = rows > DOWN_OWNED_ROWS_MAX;
         let first_shard = shard_of(self.first_expert, self.experts);
         let shards = if self.local_experts == self.experts {
@@ -199,9 +212,9 @@ impl MoeDown {
             MoeSum::Residual { x } => (x, x, true),
             MoeSum::Partial { partial, shared } => (partial, shared, false),
         };
-        let shared_tiles = SHARED_TILES.iter().find(|(most, _)| rows <= *most).map_or(4, |(_, tiles)| *tiles);
         let mut defines = shape.defines();
         defines.extend([
+            define("WARPS", warps),
             define("SHARED_K", shared.map_or(0, |shared| shared.k)),
             define("SHARED_TILES", shared_tiles),
             define("EXPERTS", self.local_experts),
@@ -240,13 +253,11 @@ impl MoeDown {
         let shared_bytes = routes_bytes(self.local_experts, lines);
         gpu.require_shared(op, shared_bytes)?;
         let workspace_bytes = rows * (self.top_k + 2) * shape.n * 4;
-        let shared_items = if shared.is_some() { 2 * rows.div_ceil(shared_tiles * 8) } else { 0 };
-        let items = (shared_items + lines.min(self.local_experts)) * shape.row_tiles();
         Ok(vec![
             Launch {
                 kernel: kernel("moe_down_lines"),
-                grid: [items.div_ceil(8).min(gpu.sm_count * walk.blocks_per_sm) as u32, 1, 1],
-                block: BLOCK,
+                grid: [items.div_ceil(warps).min(gpu.sm_count * walk.blocks_per_sm) as u32, 1, 1],
+                block: 32 * warps as u32,
                 shared_bytes: shared_bytes as u32,
                 workspace_bytes,
                 args: vec![Arg::Workspace, act, ids, weight, shared_act, shared_weight, rows_arg],
