@@ -46,6 +46,7 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
   const V4* mine = weight + (u64)row_tile * K_TILES * 32 + lane;
   Tile::Work work;
   if (row_tile < N_TILES) work.start(mine, 0, K_TILES);
+  norm_weights_early<WEIGHT_K>(norm);
   wait_and_let_start<SUCCESSOR>(rows);
   norm_rows_to_shared<WEIGHT_K, STRIDE>(normed, sums, live, norm, __uint_as_float(EPS_BITS),
                                                          [&](int l) { return (const float*)x + (u64)ld_act_u32(logit_row + token + l) * WEIGHT_K; });

@@ -125,6 +125,7 @@ KERNEL void __launch_bounds__(512, 1)
   u32 alive = 0; /* bit i: row i of the block */
   if (lane < tokens_here) alive = ld_early_u32(live + token + lane);
   alive = ballot(alive != 0);
+  norm_weights_early<WEIGHT_K>(norm);
   wait_and_let_start<AT_ONCE>(rows); /* the shared experts' launch reads nothing early */
   norm_rows_to_shared<WEIGHT_K, STRIDE, 2>(normed, all_slices, tokens_here, norm, __uint_as_float(EPS_BITS),
                                            [&](int row) { return x + (u64)(token + row) * WEIGHT_K; });

@@ -5,6 +5,11 @@
 /* The factor of a row from its sum of squares. */
 template <int K_WIDTH> DI float norm_factor(float squares, float eps) { return 1.0f / sqrtf(squares / (float)K_WIDTH + eps); }
 
+/* Asks for the norm's weights, which a step's other weights have driven from the L2, before the wait: the block's threads 128 bytes each. */
+template <int K_WIDTH> DI void norm_weights_early(const float* weight) {
+  for (int column = threadIdx.x * 32; column < K_WIDTH; column += blockDim.x * 32) prefetch_l2(weight + column);
+}
+
 /* A warp takes a row; lane l holds lanes 8l … 8l+7 of the contract. `x`, `out` 16-byte aligned, out in shared or global memory. */
 template <int K_WIDTH, int UNROLL = 4, class Store> DI void norm_row_by_warp(const float* x, const float* weight, float eps, int lane, const Store& store) {
   static_assert(K_WIDTH % 8 == 0, "a lane takes eight columns at a time");

@@ -34,6 +34,9 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) norm_gate_up(bf16* out,
   Tile::Work work;
   work.start(mine, first, end);
   if (HELD) work.hold((V4*)(dynamic_shared + warp * Tile::HELD_BYTES), mine, first, end);
+#if FUSED
+  norm_weights_early<WEIGHT_K>(norm);
+#endif
   wait_and_let_start<SUCCESSOR>(rows);
 #if FUSED
   bf16* normed = (bf16*)(slices + Tile::SHARED_FLOATS);
@@ -81,6 +84,7 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) norm_gate_up(bf16* out,
   const V4* mine = weight + (u64)row_tile * K_TILES * 32 + lane;
   Tile::Work work;
   if (row_tile < N_TILES) work.start(mine, 0, K_TILES);
+  norm_weights_early<WEIGHT_K>(norm);
   wait_and_let_start<SUCCESSOR>(rows);
   norm_rows_to_shared<WEIGHT_K, STRIDE>(normed, sums, live, norm, __uint_as_float(EPS_BITS),
                                                          [&](int row) { return (const float*)x + (u64)(token + row) * WEIGHT_K; });

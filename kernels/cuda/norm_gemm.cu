@@ -27,6 +27,9 @@ KERNEL void __launch_bounds__(256, BLOCKS_PER_SM)
   Tile::Work work;
   work.start(mine, first, end);
   if (HELD) work.hold((V4*)(dynamic_shared + warp * Tile::HELD_BYTES), mine, first, end);
+#if FUSED
+  norm_weights_early<WEIGHT_K>(norm);
+#endif
   wait_and_let_start<AT_ONCE>(rows);
 #if FUSED
   bf16* normed = (bf16*)(slices + Tile::SHARED_FLOATS);

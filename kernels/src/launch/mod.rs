@@ -12,8 +12,10 @@ mod gemm;
 mod mla;
 mod moe;
 mod sample;
+mod sliced;
 mod staging;
 mod step;
+mod whole;
 
 use crate::spec::{BufferId, WeightId};
 use crate::{Op, Specs};

@@ -4,7 +4,8 @@
 //! `moe_up`: the GPU's blocks walk (active expert, row tile) items. `moe_down`: at few rows a block owns 16 outputs and all their experts; at
 //! more the GPU's blocks walk items and leave each expert's output in the workspace for a second launch to sum. Neither needs atomics.
 
-use super::gemm::{self, BLOCK, GateUpOfNormed, Shape, define_bits, flag};
+use super::gemm::{BLOCK, Shape, define_bits, flag};
+use super::sliced::{self, GateUpOfNormed};
 use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, define};
 use crate::Specs;
 use crate::contract::{EXPERT_SHARDS, shard_of};
@@ -31,8 +32,8 @@ impl MoeGate {
         }
         let row_tiles = if router.row_tiles() > 2 && router.row_tiles().is_multiple_of(2) { 2 } else { 1 };
         let logits = GATE_ROWS * router.row_tiles() * 16 * 4;
-        let rest = 2 * gemm::slice_bytes(1) + logits + GATE_ROWS * router.shared_stride() * 2;
-        let held_bytes = 16 * gemm::held_bytes(router.k_tiles(), row_tiles, 4 * row_tiles);
+        let rest = 2 * sliced::slice_bytes(1) + logits + GATE_ROWS * router.shared_stride() * 2;
+        let held_bytes = 16 * sliced::held_bytes(router.k_tiles(), row_tiles, 4 * row_tiles);
         let held = rest + held_bytes <= gpu.shared_max;
         let held_bytes = if held { held_bytes } else { 0 };
         let shared_bytes = rest + held_bytes;
