@@ -90,7 +90,6 @@ pub(super) struct NormApart {
     pub eps: f32,
     pub rows: usize,
     pub row_of: Option<BufferId>,
-    pub successor: Successor,
 }
 
 impl NormApart {
@@ -100,7 +99,8 @@ impl NormApart {
             define("X_STRIDE", self.x_stride),
             define("X_OFFSET", self.x.offset),
             define_bits("EPS_BITS", self.eps),
-            self.successor.define(),
+            // The GEMM behind it asks for its weights meanwhile.
+            Successor::AtOnce.define(),
         ];
         let mut args = vec![self.h, Arg::Buffer(self.x.buffer), Arg::Weight(self.norm), Arg::U32(self.rows as u32)];
         args.extend(self.row_of.map(Arg::Buffer));
@@ -169,8 +169,7 @@ impl NormGateUp {
             return Ok(vec![gemm]);
         }
         let x = Cols { buffer: self.x, offset: 0, width: shape.k };
-        let successor = Successor::AtOnce;
-        let norm = NormApart { h, x, x_stride: shape.k, norm: self.norm, eps: self.eps, rows, row_of: None, successor };
+        let norm = NormApart { h, x, x_stride: shape.k, norm: self.norm, eps: self.eps, rows, row_of: None };
         Ok(vec![norm.launch(), gemm])
     }
 }

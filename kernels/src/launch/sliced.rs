@@ -174,9 +174,7 @@ impl NormGemm {
         if fused {
             return Ok(vec![gemm]);
         }
-        // The GEMM asks for its weights at once.
-        let successor = Successor::AtOnce;
-        let norm = NormApart { h, x: self.x, x_stride, norm: self.norm, eps: self.eps, rows, row_of: None, successor };
+        let norm = NormApart { h, x: self.x, x_stride, norm: self.norm, eps: self.eps, rows, row_of: None };
         Ok(vec![norm.launch(), gemm])
     }
 }

@@ -98,9 +98,7 @@ impl NormedWhole {
             return Ok(vec![gemm]);
         }
         let x = Cols { buffer: x, offset: 0, width: shape.k };
-        // A wide GEMM's first weights, asked for earlier, would come between those of the launch before the norm.
-        let successor = Successor::AfterWait;
-        Ok(vec![NormApart { h, x, x_stride: shape.k, norm, eps, rows, row_of, successor }.launch(), gemm])
+        Ok(vec![NormApart { h, x, x_stride: shape.k, norm, eps, rows, row_of }.launch(), gemm])
     }
 }
 
