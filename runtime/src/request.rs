@@ -84,6 +84,16 @@ impl Event {
     pub fn is_terminal(&self) -> bool {
         matches!(self, Event::Finished(_) | Event::Rejected(_) | Event::Error(_))
     }
+    /// What it takes of memory while it waits, terminal events' words aside. The same before and after it was sent.
+    pub fn bytes(&self) -> usize {
+        let top = |token: &Token| token.top.capacity() * size_of::<(u32, f32)>();
+        let beside = match self {
+            Event::Prompt(tokens) => tokens.capacity() * size_of::<Token>() + tokens.iter().map(top).sum::<usize>(),
+            Event::Token(token) => top(token),
+            Event::Scheduled | Event::Finished(_) | Event::Rejected(_) | Event::Error(_) => 0,
+        };
+        size_of::<Event>() + beside
+    }
 }
 
 /// How a choice that ran ended.

@@ -1,13 +1,13 @@
 //! TokenSink: the one-way pipe from the engine to a choice's listener, and the one word that travels back.
 //!
-//! The engine sends without ever waiting; a full channel aborts the choice as a slow reader. The server, the cancel endpoint, deadlines
-//! and drain write the abort word; the engine's sweep reads it once a turn. **Invariant:** the first abort cause stays; the stream hears
-//! exactly one terminal event, and nothing after it: one place of the channel is kept for it, `finish` consumes the sink, and a sink that
-//! is dropped unfinished (the engine died) says so itself.
+//! The engine sends without ever waiting; a full channel, or a reader too many bytes behind in all of its choices, aborts the choice as a
+//! slow reader. The server, the cancel endpoint, deadlines and drain write the abort word; the engine's sweep reads it once a turn.
+//! **Invariant:** the first abort cause stays; the stream hears exactly one terminal event, and nothing after it: one place of the channel
+//! is kept for it, `finish` consumes the sink, and a sink that is dropped unfinished (the engine died) says so itself.
 
 use crate::request::{AbortCause, Event};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use tokio::sync::mpsc;
 
@@ -50,11 +50,43 @@ impl Abort {
     }
 }
 
+/// Bytes of the events that wait for one reader, over all of its channels, and the most that may.
+#[derive(Clone, Debug)]
+pub struct Backlog {
+    waiting: Arc<AtomicUsize>,
+    max: usize,
+}
+
+impl Backlog {
+    pub fn new(max: usize) -> Self {
+        Backlog { waiting: Arc::default(), max }
+    }
+    /// A sink and its stream, holding at most `capacity` undelivered events and the terminal one.
+    pub fn channel(&self, capacity: usize) -> (TokenSink, TokenStream) {
+        let (sender, receiver) = mpsc::channel(capacity + 1);
+        let abort = Abort::default();
+        (
+            TokenSink { events: sender, abort: abort.clone(), backlog: self.clone(), finished: false },
+            TokenStream { events: receiver, abort, backlog: self.clone() },
+        )
+    }
+    /// Takes an event in, unless more would wait than may. One that is too large alone is taken when nothing else waits, so the most that
+    /// ever wait are `max` or one event.
+    fn take(&self, bytes: usize) -> bool {
+        let fits = |waiting: usize| (waiting == 0 || waiting + bytes <= self.max).then(|| waiting + bytes);
+        self.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_ok()
+    }
+    fn release(&self, bytes: usize) {
+        self.waiting.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
 /// The engine's end.
 #[derive(Debug)]
 pub struct TokenSink {
     events: mpsc::Sender<Event>,
     abort: Abort,
+    backlog: Backlog,
     finished: bool,
 }
 
@@ -63,17 +95,16 @@ pub struct TokenSink {
 pub struct TokenStream {
     events: mpsc::Receiver<Event>,
     abort: Abort,
+    backlog: Backlog,
 }
 
-/// A sink and its stream, holding at most `capacity` undelivered events and the terminal one.
+/// A channel of a reader that may be `capacity` events behind, whatever their size.
 pub fn token_channel(capacity: usize) -> (TokenSink, TokenStream) {
-    let (sender, receiver) = mpsc::channel(capacity + 1);
-    let abort = Abort::default();
-    (TokenSink { events: sender, abort: abort.clone(), finished: false }, TokenStream { events: receiver, abort })
+    Backlog::new(usize::MAX).channel(capacity)
 }
 
 impl TokenSink {
-    /// Sends without waiting. A full channel sets the abort word to `SlowReader`, a closed one to `Disconnected`; false in both.
+    /// Sends without waiting. A full channel or backlog sets the abort word to `SlowReader`, a closed channel to `Disconnected`; false in both.
     pub fn send(&self, event: Event) -> bool {
         debug_assert!(!event.is_terminal(), "a terminal event goes through finish");
         if self.events.is_closed() {
@@ -81,12 +112,14 @@ impl TokenSink {
             return false;
         }
         // This is the only sender, so the place seen here is still there below; the last one is the terminal event's.
-        if self.events.capacity() <= 1 {
+        let bytes = event.bytes();
+        if self.events.capacity() <= 1 || !self.backlog.take(bytes) {
             self.abort.set(AbortCause::SlowReader);
             return false;
         }
         let sent = self.events.try_send(event).is_ok();
         if !sent {
+            self.backlog.release(bytes);
             self.abort.set(AbortCause::Disconnected);
         }
         sent
@@ -117,22 +150,32 @@ impl Drop for TokenSink {
 impl TokenStream {
     /// The next event; None after the terminal one.
     pub async fn next(&mut self) -> Option<Event> {
-        self.events.recv().await
+        let event = self.events.recv().await;
+        self.read(event)
     }
     /// The next event, for a listener that polls several streams.
     pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Event>> {
-        self.events.poll_recv(cx)
+        self.events.poll_recv(cx).map(|event| self.read(event))
     }
     /// The next event from a thread that is not async.
     pub fn next_blocking(&mut self) -> Option<Event> {
-        self.events.blocking_recv()
+        let event = self.events.blocking_recv();
+        self.read(event)
     }
     /// An event that is already there.
     pub fn try_next(&mut self) -> Option<Event> {
-        self.events.try_recv().ok()
+        let event = self.events.try_recv().ok();
+        self.read(event)
     }
     pub fn abort(&self) -> &Abort {
         &self.abort
+    }
+    /// What was read waits no longer. A terminal event was never counted: it comes whatever waits.
+    fn read(&self, event: Option<Event>) -> Option<Event> {
+        if let Some(event) = event.as_ref().filter(|event| !event.is_terminal()) {
+            self.backlog.release(event.bytes());
+        }
+        event
     }
 }
 
@@ -167,6 +210,38 @@ mod tests {
         assert_eq!(stream.try_next(), Some(token(2)));
         assert_eq!(stream.try_next(), Some(finish()));
         assert_eq!(stream.next_blocking(), None);
+    }
+
+    #[test]
+    fn a_reader_is_as_many_bytes_behind_as_its_backlog_in_all_its_channels() {
+        let wide = |id| Event::Token(Token { id, logprob: 0.0, rank: 1, top: vec![(1, 0.0); 20] });
+        let backlog = Backlog::new(5 * wide(0).bytes());
+        let [(first, mut heard), (second, mut other)] = [backlog.channel(100), backlog.channel(100)];
+        assert!((0..3).all(|id| first.send(wide(id))) && (0..2).all(|id| second.send(wide(id))));
+        // What was read makes room, for either channel.
+        assert_eq!(heard.try_next(), Some(wide(0)));
+        assert!(second.send(wide(2)));
+        assert!(!second.send(token(3)));
+        assert_eq!(second.abort().cause(), Some(AbortCause::SlowReader));
+        assert_eq!(first.abort().cause(), None);
+        // The end comes all the same, and nothing is left over when all was read.
+        second.finish(finish());
+        first.finish(finish());
+        let all = |stream: &mut TokenStream| std::iter::from_fn(|| stream.next_blocking()).count();
+        assert_eq!((all(&mut heard), all(&mut other)), (2 + 1, 3 + 1));
+        assert_eq!(backlog.waiting.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn an_event_larger_than_the_backlog_goes_alone() {
+        let backlog = Backlog::new(100);
+        let (sink, mut stream) = backlog.channel(100);
+        let scored = || Event::Prompt(vec![Token { id: 1, logprob: 0.0, rank: 1, top: vec![] }; 100]);
+        assert!(sink.send(scored()));
+        assert_eq!(stream.try_next(), Some(scored()));
+        assert!(sink.send(token(1)));
+        assert!(!sink.send(scored()));
+        assert_eq!(sink.abort().cause(), Some(AbortCause::SlowReader));
     }
 
     #[test]

@@ -12,14 +12,19 @@ use crate::tokenizer::Tokenizer;
 use crate::wire::Wire;
 use hyper::StatusCode;
 use slotgraph_runtime::request::{AbortCause, Choice, Event, Finish, FinishReason, Group, RequestId, Token};
-use slotgraph_runtime::sink::{Abort, TokenStream, token_channel};
+use slotgraph_runtime::sink::{Abort, Backlog, TokenStream};
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-/// Events a choice may be behind its client before it counts as a slow reader: with 20 alternatives a token and the connection's buffer, below
-/// 256 KiB.
+/// Events a choice may be behind its client before it counts as a slow reader.
 const UNDELIVERED_MAX: usize = 768;
+/// Bytes of events that all choices of a request may be behind together: one choice with 20 alternatives a token never is before the count
+/// above is reached (160 KiB), many are, and so is a scored prompt of some 50,000 tokens, which comes in events of a prefill chunk.
+const BACKLOG_MAX: usize = 4 << 20;
+/// Events that become text at a time, or one of each choice: what waits for a connection that is not read waits as events, a tenth of their
+/// JSON and counted.
+const HEARD_AT_ONCE: usize = 64;
 
 /// A token and what is said about it.
 #[derive(Clone, Debug, PartialEq)]
@@ -119,6 +124,7 @@ pub fn open(
     let mut choices = Vec::new();
     let mut listeners = Vec::new();
     let mut usage = Usage::default();
+    let backlog = Backlog::new(BACKLOG_MAX);
     for prompt in prompts {
         usage.prompt_tokens += prompt.ids.len() as u64;
         let mut sampling = request.sampling.clone();
@@ -132,7 +138,7 @@ pub fn open(
         let telling = sampling.logprobs.is_some() || request.return_token_ids;
         for sample in 0..request.n {
             let index = choices.len() as u32;
-            let (sink, stream) = token_channel(UNDELIVERED_MAX);
+            let (sink, stream) = backlog.channel(UNDELIVERED_MAX);
             choices.push(Choice {
                 index,
                 sample,
@@ -175,28 +181,38 @@ pub fn random() -> u64 {
 }
 
 impl Answer {
-    /// News since the last call. Ready(false): all choices have ended and all was said. An error ends the whole answer.
+    /// News since the last call, or some of them. Ready(false): all choices have ended and all was said. An error ends the whole answer.
     pub fn poll_parts(&mut self, cx: &mut Context<'_>, parts: &mut Vec<Part>) -> Poll<Result<bool, ApiError>> {
         let before = parts.len();
-        let mut open = false;
-        for choice in &mut self.choices {
-            if let Some(opening) = choice.opening.take() {
-                parts.push(opening);
-            }
-            while choice.finished.is_none() {
-                let Poll::Ready(event) = choice.stream.poll_next(cx) else {
-                    open = true;
-                    break;
-                };
-                match event {
-                    Some(event) => choice.hear(event, &self.tokenizer, &mut self.usage, parts)?,
-                    None => return Poll::Ready(Err(ApiError::engine("the engine stopped before the answer ended"))),
+        let share = (HEARD_AT_ONCE / self.choices.len().max(1)).max(1);
+        loop {
+            // Choices that have not ended, and of them those that will wake us.
+            let (mut open, mut pending) = (0, 0);
+            for choice in &mut self.choices {
+                parts.extend(choice.opening.take());
+                for _ in 0..share {
+                    if choice.finished.is_some() {
+                        break;
+                    }
+                    let Poll::Ready(event) = choice.stream.poll_next(cx) else {
+                        pending += 1;
+                        break;
+                    };
+                    match event {
+                        Some(event) => choice.hear(event, &self.tokenizer, &mut self.usage, parts)?,
+                        None => {
+                            return Poll::Ready(Err(ApiError::engine("the engine stopped before the answer ended")));
+                        }
+                    }
                 }
+                open += usize::from(choice.finished.is_none());
             }
-        }
-        match (parts.len() > before, open) {
-            (false, true) => Poll::Pending,
-            (_, open) => Poll::Ready(Ok(open)),
+            if parts.len() > before || open == 0 {
+                return Poll::Ready(Ok(open > 0));
+            }
+            if open == pending {
+                return Poll::Pending;
+            }
         }
     }
     /// Tokens in and out so far.
@@ -428,11 +444,48 @@ mod tests {
         Tokenizer::parse(tokenizer).unwrap().encode(text, false).unwrap()
     }
 
+    /// Sends tokens to every choice in turn until one is refused; how many were taken, and by which choice's sink not.
+    fn sent_until_cut(sinks: &[TokenSink], alternatives: usize) -> (usize, usize) {
+        let event = || Event::Token(Token { id: 42, logprob: -1.0, rank: 1, top: vec![(42, -1.0); alternatives] });
+        (0..).map(|sent| (sent, sent % sinks.len())).find(|(_, at)| !sinks[*at].send(event())).unwrap()
+    }
+
     #[test]
     fn what_a_slow_reader_holds_is_bounded() {
-        let alternatives = 20 * size_of::<(u32, f32)>();
-        let held = (UNDELIVERED_MAX + 1) * (size_of::<Event>() + alternatives) + crate::listen::BUFFER;
-        assert!(held <= 256 << 10, "{held} bytes");
+        // A choice alone by its count, which with 20 alternatives a token and the connection's buffer is below 256 KiB.
+        let (_answer, sinks) = answer(r#"{"model":"m","prompt":"x","logprobs":5}"#);
+        assert_eq!(sent_until_cut(&sinks, 20), (UNDELIVERED_MAX, 0));
+        let wide = size_of::<Event>() + 20 * size_of::<(u32, f32)>();
+        assert!((UNDELIVERED_MAX + 1) * wide + crate::listen::BUFFER <= 256 << 10);
+        // Many by the bytes of all.
+        let (mut slow, sinks) = answer(r#"{"model":"m","prompt":"x","logprobs":5,"n":64}"#);
+        let (mut neighbour, beside) = answer(r#"{"model":"m","prompt":"x"}"#);
+        let (sent, cut) = sent_until_cut(&sinks, 20);
+        assert_eq!(sent, BACKLOG_MAX / wide);
+        assert!(sent < 64 * UNDELIVERED_MAX / 2);
+        assert_eq!(sinks[cut].abort().cause(), Some(AbortCause::SlowReader));
+        // Another request is not behind.
+        assert!(beside[0].send(token(42)));
+        assert_eq!(heard(&mut neighbour).0[0].tokens, []);
+        // Little of it becomes text at a time, from every choice; what was heard makes room again.
+        let (mut parts, mut cx) = (Vec::new(), Context::from_waker(std::task::Waker::noop()));
+        assert_eq!(slow.poll_parts(&mut cx, &mut parts), Poll::Ready(Ok(true)));
+        let told: Vec<u32> = parts.iter().map(|part| part.index).collect();
+        assert_eq!(told, (0..64).collect::<Vec<_>>());
+        assert!(sinks[(cut + 1) % 64].send(token(42)));
+    }
+
+    #[test]
+    fn events_that_say_nothing_do_not_hide_those_behind_them() {
+        let (mut answer, mut sinks) = answer(r#"{"model":"m","prompt":"x","stop":"hhhhh"}"#);
+        // All of these are held, as they may be a stop string; more than are heard at once.
+        for _ in 0..4 {
+            sinks[0].send(token(ids("h")[0]));
+        }
+        (0..2 * HEARD_AT_ONCE).for_each(|_| assert!(sinks[0].send(Event::Scheduled)));
+        end(sinks.remove(0), FinishReason::Length, 4);
+        let (parts, done) = heard(&mut answer);
+        assert_eq!((text(&parts).as_str(), done), ("hhhh", Ok(false)));
     }
 
     #[test]

@@ -120,6 +120,7 @@ fn ask(rng: &mut Rng, limits: &StepLimits, hungry: bool) -> Ask {
         deadline: rng.once_in(10).then(|| Duration::from_millis(rng.between(1, 60))),
         attentive: !rng.once_in(12),
         capacity: rng.between(4, 24) as usize,
+        backlog: rng.between(500, 5_000) as usize,
     }
 }
 

@@ -65,10 +65,15 @@ impl Client {
 
     /// Reads what is there, and judges it.
     pub fn pump(&mut self, dead: bool) -> Result<(), String> {
-        while let Some(event) = self.stream.as_mut().and_then(TokenStream::try_next) {
-            self.hear(event, dead).map_err(|wrong| format!("choice {}: {wrong}", self.arrival))?;
-        }
+        while self.read_one(dead)? {}
         Ok(())
+    }
+
+    /// Reads one event, and judges it; whether one was there.
+    pub fn read_one(&mut self, dead: bool) -> Result<bool, String> {
+        let Some(event) = self.stream.as_mut().and_then(TokenStream::try_next) else { return Ok(false) };
+        self.hear(event, dead).map_err(|wrong| format!("choice {}: {wrong}", self.arrival))?;
+        Ok(true)
     }
 
     fn hear(&mut self, event: Event, dead: bool) -> Result<(), String> {

@@ -149,6 +149,35 @@ fn one_abort_ends_its_group() {
 }
 
 #[test]
+fn a_slow_reader_is_cut_by_the_bytes_that_wait_for_it() {
+    let mut world = World::new(&Setup::small());
+    let neighbour = world.ask(&Ask::new(5, LONG)).unwrap().start;
+    let mut slow = Ask { attentive: false, capacity: 1000, backlog: 4096, ..Ask::new(5, LONG) };
+    slow.sampling.logprobs = Some(20);
+    let slow = world.ask(&slow).unwrap().start;
+    // It reads one event for three that come.
+    for turn in 0.. {
+        turns(&mut world, 1);
+        if world.clients[slow].abort.cause().is_some() {
+            break;
+        }
+        assert!(turn < LONG, "nobody was cut");
+        if turn % 3 == 0 {
+            world.clients[slow].read_one(false).unwrap();
+        }
+    }
+    assert_eq!(world.clients[slow].abort.cause(), Some(AbortCause::SlowReader));
+    turns(&mut world, 1);
+    assert_eq!(world.load.running.load(Relaxed), 1, "its seat is free");
+    world.finish().unwrap();
+    // Some 20 events of 200 bytes waited, far fewer than the count allows; it heard them, and why it ended.
+    assert!((20..40).contains(&world.clients[slow].tokens.len()), "{}", world.clients[slow].tokens.len());
+    assert_eq!(aborted(world.clients[slow].terminal.as_ref()), Some(AbortCause::SlowReader));
+    assert_eq!(world.clients[neighbour].tokens.len(), LONG as usize);
+    assert_eq!(world.load.pages_used.load(Relaxed), 0);
+}
+
+#[test]
 fn idle_republishes_zero() {
     let mut world = busy();
     assert!(world.load.running.load(Relaxed) == 2 && world.load.pages_used.load(Relaxed) > 0);

@@ -15,7 +15,7 @@ use slotgraph_runtime::load::{Load, SlotState};
 use slotgraph_runtime::policy::Policy;
 use slotgraph_runtime::request::{Choice, Group};
 use slotgraph_runtime::scheduler::{Scheduler, SchedulerOptions};
-use slotgraph_runtime::sink::token_channel;
+use slotgraph_runtime::sink::Backlog;
 use slotgraph_runtime::trace::{Epoch, Latency, Observer, TraceContext, TraceRecord};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
@@ -77,13 +77,24 @@ pub struct Ask {
     pub attentive: bool,
     /// Of each choice's channel.
     pub capacity: usize,
+    /// Bytes of events that may wait in all of them.
+    pub backlog: usize,
 }
 
 impl Ask {
     pub fn new(prompt_tokens: usize, max_tokens: u32) -> Self {
         let prompt = (0..prompt_tokens as u32).map(|at| 2 + (at * 7 + prompt_tokens as u32) % 60).collect();
         let sampling = SamplingSpec { ignore_eos: true, ..SamplingSpec::greedy(max_tokens) };
-        Ask { prompts: vec![prompt], n: 1, sampling, score: false, deadline: None, attentive: true, capacity: 64 }
+        Ask {
+            prompts: vec![prompt],
+            n: 1,
+            sampling,
+            score: false,
+            deadline: None,
+            attentive: true,
+            capacity: 64,
+            backlog: usize::MAX,
+        }
     }
 }
 
@@ -148,10 +159,11 @@ impl World {
         let (sampling, first) = (Arc::new(ask.sampling.clone()), self.clients.len());
         let mut choices = Vec::new();
         let mut clients = Vec::new();
+        let backlog = Backlog::new(ask.backlog);
         for prompt in &ask.prompts {
             let prompt: Arc<[u32]> = prompt.as_slice().into();
             for sample in 0..ask.n {
-                let (sink, stream) = token_channel(ask.capacity);
+                let (sink, stream) = backlog.channel(ask.capacity);
                 let index = choices.len() as u32;
                 let arrival = (first + clients.len()) as u64;
                 let who = (arrival, self.groups, index, sample);
