@@ -42,35 +42,47 @@ await_ready() {
 }
 
 # serve_until_exit NAME LIMIT FLAGS…: starts a server; once it is ready sends one request; waits for its exit, at most LIMIT seconds.
-# Sets code (124: it had to be killed), took (seconds from the request, or from the start when it never was ready) and log.
+# Sets code (124: it had to be killed), took (seconds from the request, or from the start when it never was ready), log and asked (1: a
+# server that was ready took the request's connection).
 serve_until_exit() {
-  local name=$1 limit=$2 pid began=$SECONDS address='' asked=0
+  local name=$1 limit=$2 pid asking='' began=$SECONDS address=''
   shift 2
+  asked=0
   log=$out/$name.log
   serve_behind "$name" "$@"
   while kill -0 $pid 2> /dev/null && [ $((SECONDS - began)) -lt "$limit" ]; do
-    if [ $asked = 0 ]; then
+    if [ -z "$asking" ]; then
       address=$(grep -ao 'http://[0-9.]*:[0-9]*' "$log" | head -n 1)
       if [ -n "$address" ] && curl -sf -m 2 "$address/health" > /dev/null; then
-        asked=1 began=$SECONDS
+        began=$SECONDS
         curl -s -m "$limit" "$address/v1/completions" -H 'Content-Type: application/json' \
           -d '{"model": "m", "prompt": "ROMEO.", "max_tokens": 64, "ignore_eos": true}' > "$out/$name.answer" 2>&1 &
+        asking=$!
       fi
     fi
     sleep 0.2
   done
   took=$((SECONDS - began)) code=124
   if kill -0 $pid 2> /dev/null; then kill -9 $pid; wait $pid 2> /dev/null; else wait $pid; code=$?; fi
+  [ -n "$asking" ] || return 0
+  wait "$asking" 2> /dev/null
+  # 7: curl found nobody to connect to.
+  [ $? = 7 ] || asked=1
 }
 
-# fails NAME LIMIT PATTERN FLAGS…: the server must leave by itself with a code that is not 0, in time, and say PATTERN.
-fails() {
-  local name=$1 limit=$2 pattern=$3 code took log said ok=0
-  shift 3
+# fails NAME LIMIT PATTERN FLAGS…: a server that was ready and was asked must leave by itself with a code that is not 0, in time, and say
+# PATTERN. never_starts: one that must leave like that before it is ready.
+fails() { leaves 1 "$@"; }
+never_starts() { leaves 0 "$@"; }
+
+leaves() {
+  local wanted=$1 name=$2 limit=$3 pattern=$4 code took log asked said ok=0
+  shift 4
   serve_until_exit "$name" "$limit" "$@"
   said=$(grep -aE "$pattern" "$log" | head -n 1 | cut -c1-240)
-  [ $code -ne 0 ] && [ $code -ne 124 ] && [ -n "$said" ] && ok=1
+  [ $code -ne 0 ] && [ $code -ne 124 ] && [ -n "$said" ] && [ $asked = "$wanted" ] && ok=1
   [ -n "$said" ] || said="never said /$pattern/: $(tail -n 1 "$log" | cut -c1-240)"
+  [ $asked = "$wanted" ] || said="$([ $asked = 1 ] && echo 'was ready and asked' || echo 'was never asked'); $said"
   verdict "$name" $ok "exit $code; $said" "$took"
 }
 
@@ -122,7 +134,7 @@ ep_failures() {
   shift 2
   fails "${name/@/rank-panics}" 30 'rank 1 failed in phase step: panic' "$@" --transport "$transport" --fault rank-panic@1
   fails "${name/@/rank-stalls}" 45 'rank 0 waited|did not finish' "$@" --transport "$transport" --fault rank-stall@1
-  fails "${name/@/start-stalls}" 60 'rank 1 is in' "$@" --transport "$transport" --init-timeout 15 --fault start-stall@1
+  never_starts "${name/@/start-stalls}" 60 'rank 1 is in' "$@" --transport "$transport" --init-timeout 15 --fault start-stall@1
 }
 
 ep_shared() {
@@ -143,8 +155,8 @@ ep_shared() {
     stops_in_order "ep-shared-stops-$transport" TERM "${serving[@]}" --transport $transport
     ep_failures "ep-shared-@-$transport" $transport "${serving[@]}"
   done
-  fails ep-shared-capture 60 'bucket 4' "${serving[@]}" --transport p2p --fault capture-fail@4
-  fails ep-shared-nccl 20 'NCCL' "${serving[@]}" --transport nccl
+  never_starts ep-shared-capture 60 'bucket 4' "${serving[@]}" --transport p2p --fault capture-fail@4
+  never_starts ep-shared-nccl 20 'NCCL' "${serving[@]}" --transport nccl
 }
 
 # One start and stop; in order, or the last line of what it said.
@@ -228,11 +240,11 @@ ep2_lane() {
     failures-nccl) ep_failures ep2-@-nccl "${ep2_transports[1]}" "${ep2_serving[@]}" ;;
     surroundings)
       # What around the process goes wrong is named; what only slows NCCL down is survived.
-      NCCL_SOCKET_IFNAME=doesnotexist fails ep2-nccl-interface 60 'NCCL_SOCKET_IFNAME=doesnotexist' "${ep2_serving[@]}" --transport nccl
+      NCCL_SOCKET_IFNAME=doesnotexist never_starts ep2-nccl-interface 60 'NCCL_SOCKET_IFNAME=doesnotexist' "${ep2_serving[@]}" --transport nccl
       NCCL_P2P_DISABLE=1 stops_in_order ep2-nccl-without-p2p TERM "${ep2_serving[@]}" --transport nccl
-      CUDA_VISIBLE_DEVICES=0 fails ep2-one-visible 15 'CUDA_VISIBLE_DEVICES' "${ep2_serving[@]}" --transport nccl
+      CUDA_VISIBLE_DEVICES=0 never_starts ep2-one-visible 15 'CUDA_VISIBLE_DEVICES' "${ep2_serving[@]}" --transport nccl
       CUDA_VISIBLE_DEVICES=1,0 stops_in_order ep2-reordered TERM "${ep2_serving[@]}" --transport p2p
-      fails ep2-three 15 '1, 2, 4 or 8' tests/models/shakespeare-dsv2 --device cuda --ep 3
+      never_starts ep2-three 15 '1, 2, 4 or 8' tests/models/shakespeare-dsv2 --device cuda --ep 3
       ;;
   esac
 }
