@@ -231,12 +231,18 @@ mod tests {
         assert_eq!(metrics.counted(Outcome::Error), 1);
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn a_quiet_stream_says_that_it_lives() {
         let (mut events, _sinks, _) = stream(1);
+        let before = Instant::now();
         read(&mut events);
+        assert!(events.keep_alive.deadline() >= before + KEEP_ALIVE, "not before it has been quiet for that long");
+        // As if that time had passed.
+        let due = Instant::now();
+        events.keep_alive.as_mut().reset(due);
         let next = std::future::poll_fn(|cx| events.poll_bytes(cx)).await.unwrap();
         assert_eq!(&next[..], b": keep-alive\n\n");
+        assert!(events.keep_alive.deadline() >= due + KEEP_ALIVE, "and then again");
     }
 
     #[test]
