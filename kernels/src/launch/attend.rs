@@ -55,6 +55,8 @@ impl Form {
 /// Measured on an H200; the last of each that fits is for smaller GPUs.
 const MLA: [Form; 4] =
     [Form::new(8, 1, 32, 5, 1), Form::new(8, 1, 32, 4, 1), Form::new(8, 1, 32, 3, 1), Form::new(8, 1, 32, 2, 1)];
+/// For one row, all latency: twice the warps share a tile's values (2.19 → 2.15 ms a step at 32,000 tokens, the same at short contexts).
+const MLA_ONE: [Form; 5] = [Form::new(16, 1, 32, 5, 1), MLA[0], MLA[1], MLA[2], MLA[3]];
 /// For at most one block, two blocks, and more blocks an SM.
 const GQA_FEW: [Form; 3] = [Form::new(8, 4, 64, 5, 1), Form::new(8, 4, 64, 4, 1), Form::new(4, 1, 64, 1, 1)];
 const GQA_SOME: [Form; 3] = [Form::new(4, 2, 64, 3, 2), Form::new(4, 1, 64, 2, 2), Form::new(4, 1, 64, 1, 1)];
@@ -203,7 +205,8 @@ impl MlaAttend {
             partials: self.partials,
             arrivals: self.arrivals,
         };
-        shape.launch(specs, gpu, &MLA, buffers, vec![define("HEADS_ALL", self.heads)])
+        let forms: &[Form] = if specs.rows() == 1 { &MLA_ONE } else { &MLA };
+        shape.launch(specs, gpu, forms, buffers, vec![define("HEADS_ALL", self.heads)])
     }
 }
 
