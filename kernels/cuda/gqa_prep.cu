@@ -18,13 +18,24 @@ KERNEL void __launch_bounds__(256) gqa_prep(bf16* q, bf16* kv, const float* qkv,
     at = ld_early_u32(position + row);
     line = ld_early_u32(block_table + (u64)ld_early_u32(slot + row) * PAGES_PER_SLOT + at / PAGE_TOKENS) * PAGE_TOKENS + at % PAGE_TOKENS;
   }
+  const bool is_value = head >= HEADS + KV_HEADS;
+  const float* norm = head < HEADS ? q_norm : k_norm;
+  /* Weights that the step has driven from the L2 since they were read last: asked for before the wait, the angles into registers. */
+  constexpr int EACH = ceil_div(PAIRS, 32);
+  float cos[EACH], sin[EACH];
+  if (live && !is_value) {
+    if (QK_NORM && lane * 32 < HEAD_DIM) prefetch_l2(norm + lane * 32);
+    const float* angles = rope + (u64)at * HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (i * 32 + lane < PAIRS) cos[i] = ld_weight_f32(angles + 2 * (i * 32 + lane)), sin[i] = ld_weight_f32(angles + 2 * (i * 32 + lane) + 1);
+  }
   wait_and_let_start<SUCCESSOR>(rows);
   if (!live) return;
   const float* from = qkv + ((u64)row * UNITS + head) * HEAD_DIM;
   float* x = heads[warp];
-  const bool is_value = head >= HEADS + KV_HEADS;
   if (QK_NORM && !is_value) {
-    norm_row_by_warp<HEAD_DIM>(from, head < HEADS ? q_norm : k_norm, __uint_as_float(EPS_BITS), lane, [&](int column, V4 y) {
+    norm_row_by_warp<HEAD_DIM>(from, norm, __uint_as_float(EPS_BITS), lane, [&](int column, V4 y) {
       const u32 pair[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -40,11 +51,13 @@ KERNEL void __launch_bounds__(256) gqa_prep(bf16* q, bf16* kv, const float* qkv,
   if (is_value) {
     for (int pair = lane; pair < PAIRS; pair += 32) st_u32((u32*)(to + 2 * pair), bf16_pair(x[2 * pair], x[2 * pair + 1]));
   } else {
-    const float* angles = rope + (u64)at * HEAD_DIM;
-    for (int pair = lane; pair < PAIRS; pair += 32) {
-      const float cos = ld_weight_f32(angles + 2 * pair), sin = ld_weight_f32(angles + 2 * pair + 1), a = x[pair], b = x[pair + PAIRS];
-      st_bf16(to + pair, bf16_round(a * cos - b * sin));
-      st_bf16(to + pair + PAIRS, bf16_round(b * cos + a * sin));
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int pair = i * 32 + lane;
+      if (pair >= PAIRS) break;
+      const float a = x[pair], b = x[pair + PAIRS];
+      st_bf16(to + pair, bf16_round(a * cos[i] - b * sin[i]));
+      st_bf16(to + pair + PAIRS, bf16_round(b * cos[i] + a * sin[i]));
     }
   }
 }

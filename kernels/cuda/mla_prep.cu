@@ -85,9 +85,12 @@ KERNEL void __launch_bounds__(32 * WARPS)
     at = ld_early_u32(position + row);
     line = ld_early_u32(block_table + (u64)ld_early_u32(slot + row) * PAGES_PER_SLOT + at / PAGE_TOKENS) * PAGE_TOKENS + at % PAGE_TOKENS;
   }
+  const float* angles = rope + (u64)at * ROPE_DIM;
+  if (live && lane * 32 < ROPE_DIM) prefetch_l2(angles + lane * 32);
+  if (live && part == 0)
+    for (int column = lane * 32; column < LORA; column += 1024) prefetch_l2(kv_norm + column);
   wait_and_let_start<SUCCESSOR>(rows);
   if (!live) return;
-  const float* angles = rope + (u64)at * ROPE_DIM;
   if (part == 0) {
     const float* from = kv_a + (u64)row * KV_STRIDE + KV_OFFSET;
     bf16* to = kv + (u64)line * KV_WIDTH;
