@@ -10,9 +10,9 @@
  * Programmatic edges: every block waits before its first global write and before its first read of anything but weights and early data. So
  * "my predecessor has finished", known after the wait, is transitive. Most kernels let their successor start only after they have waited:
  * then whatever lies two launches back has finished when the successor starts. An eager kernel lets it start at once, so that it asks for its
- * weights sooner; then early data must be older than the nearest launch that is not eager. Eager are: norm_gemm, gemm_add, norm_gate_up of a
- * dense layer, moe_gate, moe_up (EARLY), moe_down, moe_combine, gqa_prep; mla_prep and mla_uv of one row. Never: fetch, embed, attention, exchange,
- * and norm_gate_up of shared experts, on which moe_up's early choice leans.
+ * weights sooner; then early data must be older than the nearest launch that is not eager. Eager are: norm_rows, norm_gemm, gemm_add, norm_gate_up of
+ * a dense layer, moe_gate, moe_up (EARLY), moe_down, moe_combine, gqa_prep; mla_prep and mla_uv of one row. Never: fetch, embed, attention, exchange,
+ * sample, on which feed's early words lean, and norm_gate_up of shared experts, on which moe_up's early choice leans.
  * Numerics: no fused multiply-add but inside mma; ex2.approx is the only approximate instruction (exp_fast). */
 typedef unsigned char u8;
 typedef unsigned short u16;
