@@ -14,7 +14,8 @@ static_assert(ROPE_DIM % 8 == 0 && LORA % 8 == 0, "rows are read and written 16 
 static_assert(Q_OFFSET % 4 == 0 && Q_STRIDE % 4 == 0 && KV_OFFSET % 4 == 0 && KV_STRIDE % 4 == 0, "rows are read 16 bytes at a time");
 
 constexpr int K_TILES = NOPE_DIM / 16, N_TILES = LORA / 16, HEAD_WIDTH = NOPE_DIM + ROPE_DIM, KV_WIDTH = LORA + ROPE_DIM;
-constexpr int HEADS_A_PART = 4, Q_PARTS = ceil_div(HEADS, HEADS_A_PART), PARTS = 1 + Q_PARTS;
+/* Of a row, side by side because each is a chain of latencies: the latent, k's rope, the ropes of some heads of q. */
+constexpr int HEADS_A_PART = 4, Q_PARTS = ceil_div(HEADS, HEADS_A_PART), PARTS = 2 + Q_PARTS;
 static_assert(N_TILES % WARPS == 0, "the warps of a block belong to one head");
 
 /* q_nope of a head for token columns in global fp32, rounded on the way. */
@@ -91,14 +92,15 @@ KERNEL void __launch_bounds__(32 * WARPS)
     for (int column = lane * 32; column < LORA; column += 1024) prefetch_l2(kv_norm + column);
   wait_and_let_start<SUCCESSOR>(rows);
   if (!live) return;
+  const float* from = kv_a + (u64)row * KV_STRIDE + KV_OFFSET;
+  bf16* to = kv + (u64)line * KV_WIDTH;
   if (part == 0) {
-    const float* from = kv_a + (u64)row * KV_STRIDE + KV_OFFSET;
-    bf16* to = kv + (u64)line * KV_WIDTH;
     norm_row_by_warp<LORA>(from, kv_norm, __uint_as_float(EPS_BITS), lane, [&](int column, V4 y) { st16(to + column, y); });
+  } else if (part == 1) {
     for (int pair = lane; pair < ROPE_DIM / 2; pair += 32) rotate(to + LORA, from + LORA, angles, pair);
   } else {
     for (int i = lane; i < HEADS_A_PART * (ROPE_DIM / 2); i += 32) {
-      const int head = (part - 1) * HEADS_A_PART + i / (ROPE_DIM / 2), pair = i % (ROPE_DIM / 2);
+      const int head = (part - 2) * HEADS_A_PART + i / (ROPE_DIM / 2), pair = i % (ROPE_DIM / 2);
       if (head < HEADS)
         rotate(q_rope + ((u64)row * HEADS + head) * ROPE_DIM, q + (u64)row * Q_STRIDE + Q_OFFSET + head * HEAD_WIDTH + NOPE_DIM, angles, pair);
     }

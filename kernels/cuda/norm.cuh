@@ -10,41 +10,70 @@ template <int K_WIDTH> DI void norm_weights_early(const float* weight) {
   for (int column = threadIdx.x * 32; column < K_WIDTH; column += blockDim.x * 32) prefetch_l2(weight + column);
 }
 
-/* A warp takes a row; lane l holds lanes 8l … 8l+7 of the contract. `x`, `out` 16-byte aligned, out in shared or global memory. */
+/* Eight squares more of a lane. */
+DI void add_squares(float (&square)[8], const F4& low, const F4& high) {
+  square[0] = square[0] + low.x * low.x;
+  square[1] = square[1] + low.y * low.y;
+  square[2] = square[2] + low.z * low.z;
+  square[3] = square[3] + low.w * low.w;
+  square[4] = square[4] + high.x * high.x;
+  square[5] = square[5] + high.y * high.y;
+  square[6] = square[6] + high.z * high.z;
+  square[7] = square[7] + high.w * high.w;
+}
+DI V4 normed(const F4& low, const F4& high, const F4& w_low, const F4& w_high, float factor) {
+  V4 y;
+  y.x = bf16_pair(low.x * factor * w_low.x, low.y * factor * w_low.y);
+  y.y = bf16_pair(low.z * factor * w_low.z, low.w * factor * w_low.w);
+  y.z = bf16_pair(high.x * factor * w_high.x, high.y * factor * w_high.y);
+  y.w = bf16_pair(high.z * factor * w_high.z, high.w * factor * w_high.w);
+  return y;
+}
+
+/* A warp takes a row; lane l holds lanes 8l … 8l+7 of the contract. `x`, `out` 16-byte aligned, out in shared or global memory. A short row is loaded once,
+ * with its weights. */
 template <int K_WIDTH, int UNROLL = 4, class Store> DI void norm_row_by_warp(const float* x, const float* weight, float eps, int lane, const Store& store) {
   static_assert(K_WIDTH % 8 == 0, "a lane takes eight columns at a time");
   constexpr int STEPS = ceil_div(K_WIDTH, 256);
+  constexpr bool SHORT = STEPS <= 2;
+  F4 value[SHORT ? STEPS : 1][2], scale[SHORT ? STEPS : 1][2];
   float square[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+  auto has = [&](int step) { return K_WIDTH % 256 == 0 || step * 256 + lane * 8 < K_WIDTH; };
+  if constexpr (SHORT) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+      if (has(step)) {
+        const int column = step * 256 + lane * 8;
+        value[step][0] = ld_act_f4(x + column), value[step][1] = ld_act_f4(x + column + 4);
+        scale[step][0] = ld_weight_f4(weight + column), scale[step][1] = ld_weight_f4(weight + column + 4);
+      }
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+      if (has(step)) add_squares(square, value[step][0], value[step][1]);
+  } else {
 #pragma unroll UNROLL
-  for (int step = 0; step < STEPS; step++) {
-    const int column = step * 256 + lane * 8;
-    if (K_WIDTH % 256 == 0 || column < K_WIDTH) {
-      const F4 low = ld_act_f4(x + column), high = ld_act_f4(x + column + 4);
-      square[0] = square[0] + low.x * low.x;
-      square[1] = square[1] + low.y * low.y;
-      square[2] = square[2] + low.z * low.z;
-      square[3] = square[3] + low.w * low.w;
-      square[4] = square[4] + high.x * high.x;
-      square[5] = square[5] + high.y * high.y;
-      square[6] = square[6] + high.z * high.z;
-      square[7] = square[7] + high.w * high.w;
-    }
+    for (int step = 0; step < STEPS; step++)
+      if (has(step)) {
+        const int column = step * 256 + lane * 8;
+        const F4 low = ld_act_f4(x + column), high = ld_act_f4(x + column + 4);
+        add_squares(square, low, high);
+      }
   }
   const float mine = ((square[0] + square[1]) + (square[2] + square[3])) + ((square[4] + square[5]) + (square[6] + square[7]));
   const float factor = norm_factor<K_WIDTH>(warp_tree(mine), eps);
+  if constexpr (SHORT) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+      if (has(step)) store(step * 256 + lane * 8, normed(value[step][0], value[step][1], scale[step][0], scale[step][1], factor));
+  } else {
 #pragma unroll UNROLL
-  for (int step = 0; step < STEPS; step++) {
-    const int column = step * 256 + lane * 8;
-    if (K_WIDTH % 256 == 0 || column < K_WIDTH) {
-      const F4 low = ld_act_f4(x + column), high = ld_act_f4(x + column + 4);
-      const F4 w_low = ld_weight_f4(weight + column), w_high = ld_weight_f4(weight + column + 4);
-      V4 y;
-      y.x = bf16_pair(low.x * factor * w_low.x, low.y * factor * w_low.y);
-      y.y = bf16_pair(low.z * factor * w_low.z, low.w * factor * w_low.w);
-      y.z = bf16_pair(high.x * factor * w_high.x, high.y * factor * w_high.y);
-      y.w = bf16_pair(high.z * factor * w_high.z, high.w * factor * w_high.w);
-      store(column, y);
-    }
+    for (int step = 0; step < STEPS; step++)
+      if (has(step)) {
+        const int column = step * 256 + lane * 8;
+        const F4 low = ld_act_f4(x + column), high = ld_act_f4(x + column + 4);
+        const F4 w_low = ld_weight_f4(weight + column), w_high = ld_weight_f4(weight + column + 4);
+        store(column, normed(low, high, w_low, w_high, factor));
+      }
   }
 }
 

@@ -164,14 +164,14 @@ fn the_exchange_compiles_for_every_architecture() {
     let launches = exchange_launches();
     assert!(launches.iter().any(|launch| launch.args.contains(&Arg::U32(256))), "a long shape goes in pieces");
     let kernels: BTreeSet<&Kernel> = launches.iter().map(|launch| &launch.kernel).collect();
-    assert_eq!(kernels.len(), 3, "one kernel for each number of ranks");
+    assert_eq!(kernels.len(), 3 * 2, "few rows and many, for each number of ranks");
     for arch in ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"] {
         for kernel in &kernels {
             let unit = Unit { name: kernel.source.into(), text: kernel.unit() };
             let cubin = nvrtc.compile(&unit, arch, &Cache::of_user()).unwrap();
             let uses = function_uses(&cubin.log);
             assert!(uses.iter().all(|uses| uses.spill_store_bytes == 0 && uses.stack_bytes == 0), "{arch}: {uses:?}");
-            assert!(uses[0].registers <= 80, "a block leaves others a place beside it: {uses:?}");
+            assert!(uses[0].registers <= 96, "a block leaves others a place beside it: {uses:?}");
             let launch = launches.iter().find(|launch| launch.kernel == **kernel).unwrap();
             let given = launch.args.iter().map(|arg| if matches!(arg, Arg::U32(_)) { 4 } else { 8 }).collect();
             assert_eq!(parameter_sizes(&cubin.image, "exchange"), Some(given));

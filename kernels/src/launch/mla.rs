@@ -63,7 +63,7 @@ impl MlaPrep {
             Successor::beside_attention(rows).define(),
         ];
         let gemm_blocks = self.heads * tiles_a_head / warps;
-        let units = rows * (1 + self.heads.div_ceil(HEADS_A_PART));
+        let units = rows * (2 + self.heads.div_ceil(HEADS_A_PART));
         let token_groups = rows.div_ceil(8 * token_tiles);
         let grid_x = gemm_blocks + units.div_ceil(warps * token_groups);
         let kernel = Kernel { source: "mla_prep.cu", function: op, defines };
