@@ -1,7 +1,8 @@
 //! How a rank's GPU exchanges with the others: one of three transports behind one type.
 //!
 //! Made in the phase `connect` of `prepare`, used by programs, asked for failures while steps run, closed before memory is given back.
-//! **Invariants:** a transport moves bytes and adds nothing: the sum is the next op's, the same on every rank; memory is taken once; whoever
+//! **Invariants:** a transport moves bytes; the sum is the next op's, the same tree on every rank (peer to peer it is evaluated on the way, by the same
+//! code); memory is taken once; whoever
 //! waits for another rank, on the GPU or here, waits for a bounded time and says for whom.
 
 mod host;
