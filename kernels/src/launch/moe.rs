@@ -287,3 +287,17 @@ fn require_pairs(op: &'static str, k: usize, multiple: usize) -> Result<(), Laun
         need: format!("a multiple of {multiple}"),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn warps_of_many_rows_leave_the_last_round_full() {
+        let warps = |rows, items| Walk::down(rows).warps(rows, items, &GpuFacts::h200());
+        // 64 experts (32 of two ranks) and the shared experts' slices, of 128 row tiles.
+        assert_eq!([warps(64, 8704), warps(128, 9216), warps(64, 4608), warps(128, 5120)], [7, 7, 6, 7]);
+        // Few rows choose fewer experts than there are, and no number of warps is known to fit.
+        assert_eq!(warps(32, 8704), 8);
+    }
+}

@@ -122,3 +122,15 @@ impl Head {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::walking_warps;
+
+    #[test]
+    fn warps_leave_the_last_round_full() {
+        // Heads of 102,400 and 151,936 rows; gate and up of 19,456 and 21,888; a weight that is one round of eight warps.
+        let found = [6400, 9496, 1216, 1368, 128].map(|row_tiles| walking_warps(row_tiles, 132));
+        assert_eq!(found, [10, 12, 10, 11, 8]);
+    }
+}
