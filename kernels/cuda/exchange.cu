@@ -149,12 +149,14 @@ KERNEL void __launch_bounds__(THREADS, 1)
 #pragma unroll UNROLL
     for (u64 i = begin; i < vectors; i += step) {
       const u64 at = piece + 4 * i;
-      const V4 old = ld_act16(x + at), add = ld_act16(shared + at);
-      V4 part[RANKS];
+      constexpr bool LATE = RANKS == 8; /* so that eight ranks' parts leave registers to other blocks */
+      V4 old, add, part[RANKS];
+      if (!LATE) old = ld_act16(x + at), add = ld_act16(shared + at);
 #pragma unroll
       for (u32 n = 0; n < RANKS; n++) part[n] = ld_system16(own + half + (u64)n * PIECE_BYTES + 16 * i);
 #pragma unroll
       for (u32 n = 0; n < RANKS; n++) st16(gathered + (u64)n * whole + at, part[n]);
+      if (LATE) old = ld_act16(x + at), add = ld_act16(shared + at);
       st16(x + at, combine_ranks<RANKS>(old, part, add));
     }
   }

@@ -171,7 +171,11 @@ fn the_exchange_compiles_for_every_architecture() {
             let cubin = nvrtc.compile(&unit, arch, &Cache::of_user()).unwrap();
             let uses = function_uses(&cubin.log);
             assert!(uses.iter().all(|uses| uses.spill_store_bytes == 0 && uses.stack_bytes == 0), "{arch}: {uses:?}");
-            assert!(uses[0].registers <= 96, "a block leaves others a place beside it: {uses:?}");
+            assert!(
+                uses[0].registers <= 80,
+                "a block leaves others a place beside it: {arch}, {:?}: {uses:?}",
+                kernel.defines
+            );
             let launch = launches.iter().find(|launch| launch.kernel == **kernel).unwrap();
             let given = launch.args.iter().map(|arg| if matches!(arg, Arg::U32(_)) { 4 } else { 8 }).collect();
             assert_eq!(parameter_sizes(&cubin.image, "exchange"), Some(given));

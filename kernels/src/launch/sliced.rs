@@ -2,7 +2,7 @@
 //! experts. No choice here changes a bit. A block has all slices of its row tiles, one a warp.
 
 use super::gemm::{BLOCK, NormApart, Shape, Tiling, define_bits, flag, stride};
-use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, Successor, define};
+use super::{Arg, GpuFacts, Kernel, Launch, LaunchError, Successor, define, staging};
 use crate::Specs;
 use crate::ops::{GemmAdd, NormGemm};
 use crate::spec::{BufferId, WeightId};
@@ -55,8 +55,6 @@ pub(super) fn held_bytes(k_tiles: usize, row_tiles: usize, limit: usize) -> usiz
     (pairs - depth) * row_tiles * 1024
 }
 
-/// Rows of a one-slice gate_up that norms by itself whenever that is possible; with more a norm comes between o_proj and the GEMM.
-const FUSED_GATE_UP_ROWS: usize = 8;
 /// Most rows at which a block may hold all its weights before the wait.
 const HELD_ROWS_MAX: usize = 8;
 
@@ -78,15 +76,28 @@ impl Hold {
         let tiles = shape.row_tiles();
         (tiles > 2 * gpu.sm_count && tiles <= Hold::SHORT.blocks_per_sm * gpu.sm_count).then_some(Hold::SHORT)
     }
-    /// Shared memory for what is held, beside `own_bytes` of the block; None if it does not fit.
-    fn bytes(&self, shape: &Shape, tiling: &Tiling, rows: usize, own_bytes: usize, gpu: &GpuFacts) -> Option<usize> {
+    /// What of `shape` does not stay in registers, if it fits into shared memory beside `own_bytes` of the block. Sets the blocks of a multiprocessor.
+    fn settle(self, shape: &Shape, tiling: &mut Tiling, rows: usize, own_bytes: usize, gpu: &GpuFacts) -> Option<Held> {
         let bytes = 8 * held_bytes(shape.k_tiles(), 1, self.ring);
         let fits = self.blocks_per_sm * (bytes + own_bytes) <= gpu.shared_max;
-        (rows <= HELD_ROWS_MAX && tiling.row_tiles == 1 && bytes > 0 && fits).then_some(bytes)
+        if rows > HELD_ROWS_MAX || tiling.row_tiles > 1 || bytes == 0 || !fits {
+            return None;
+        }
+        tiling.blocks_per_sm = self.blocks_per_sm;
+        Some(Held { ring: self.ring, bytes })
     }
-    fn defines(of: Option<(Hold, usize)>) -> [(&'static str, String); 2] {
-        let (ring, bytes) = of.map_or((0, 0), |(hold, bytes)| (hold.ring, bytes));
-        [define("HELD", ring), define("HELD_SHARED", bytes)]
+}
+
+/// Weights of a block that wait in shared memory; none by default.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Held {
+    ring: usize,
+    bytes: usize,
+}
+
+impl Held {
+    fn defines(&self) -> [(&'static str, String); 2] {
+        [define("HELD", self.ring), define("HELD_SHARED", self.bytes)]
     }
 }
 
@@ -142,14 +153,13 @@ impl NormGemm {
         let fused = rows <= FUSED_ROWS_MAX;
         let row_bytes = if fused { rows * shape.shared_stride() * 2 } else { 0 };
         let own_bytes = tiling.slice_bytes() + row_bytes;
-        let held = Hold::for_one_round(&shape, gpu)
-            .and_then(|hold| Some((hold, hold.bytes(&shape, &tiling, rows, own_bytes, gpu)?)));
-        let shared_bytes = held.map_or(0, |(_, bytes)| bytes) + own_bytes;
+        let hold = Hold::for_one_round(&shape, gpu);
+        let held = hold.and_then(|hold| hold.settle(&shape, &mut tiling, rows, own_bytes, gpu)).unwrap_or_default();
+        let shared_bytes = held.bytes + own_bytes;
         gpu.require_shared(op, shared_bytes)?;
-        tiling.blocks_per_sm = held.map_or(tiling.blocks_per_sm, |(hold, _)| hold.blocks_per_sm);
         let mut defines = shape.defines();
         defines.extend(tiling.defines());
-        defines.extend(Hold::defines(held));
+        defines.extend(held.defines());
         defines.extend([flag("FUSED", fused), flag("HAS_BIAS", self.bias.is_some())]);
         let (x_stride_define, x_offset) = if fused { (x_stride, self.x.offset) } else { (shape.k, 0) };
         defines.extend([define("X_STRIDE", x_stride_define), define("X_OFFSET", x_offset)]);
@@ -195,14 +205,13 @@ impl GemmAdd {
         let mut tiling = Tiling::sliced(rows, shape.row_tiles());
         let own_bytes = tiling.slice_bytes();
         let hold = Some(Hold::LONG).filter(|_| before_gate_up && rows == 1);
-        let held = hold.and_then(|hold| Some((hold, hold.bytes(&shape, &tiling, rows, own_bytes, gpu)?)));
-        let shared_bytes = held.map_or(0, |(_, bytes)| bytes) + own_bytes;
+        let held = hold.and_then(|hold| hold.settle(&shape, &mut tiling, rows, own_bytes, gpu));
+        let shared_bytes = held.unwrap_or_default().bytes + own_bytes;
         gpu.require_shared(op, shared_bytes)?;
-        tiling.blocks_per_sm = held.map_or(tiling.blocks_per_sm, |(hold, _)| hold.blocks_per_sm);
         let successor = if held.is_some() { Successor::AfterLoads } else { Successor::AtOnce };
         let mut defines = shape.defines();
         defines.extend(tiling.defines());
-        defines.extend(Hold::defines(held));
+        defines.extend(held.unwrap_or_default().defines());
         defines.extend([flag("HAS_BIAS", self.bias.is_some()), successor.define()]);
         Ok(vec![Launch {
             kernel: Kernel { source: "gemm_add.cu", function: "gemm_add", defines },
@@ -216,7 +225,7 @@ impl GemmAdd {
                 Arg::Weight(self.bias.unwrap_or(self.weight)),
                 Arg::U32(rows as u32),
             ],
-            edge_out: !before_gate_up || rows > FUSED_GATE_UP_ROWS || held.is_some(),
+            edge_out: !before_gate_up || rows >= *staging::ROWS.start() || held.is_some(),
             ..Launch::plain()
         }])
     }

@@ -6,8 +6,8 @@
 use super::gemm::{Shape, Tiling};
 use super::{GpuFacts, define};
 
-/// Rows of a step that meets its weights in one wave.
-const ROWS: std::ops::RangeInclusive<usize> = 9..=128;
+/// Rows of a step that meets its weights in one wave, with a norm of its own before them.
+pub(super) const ROWS: std::ops::RangeInclusive<usize> = 9..=128;
 /// Most warps of a block: more would leave too few registers for a ring of weights.
 const WARPS_MAX: usize = 16;
 /// Most pairs of k tiles in a stage, which is also how many a warp has in flight.

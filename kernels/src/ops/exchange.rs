@@ -17,7 +17,8 @@ pub struct Exchange {
 
 /// Rows that one launch of the peer-to-peer exchange moves; longer shapes go in pieces.
 pub const PIECE_ROWS: usize = 256;
-/// Most rows that travel as lines, each float with its epoch: a fence and a flag cost more than twice the bytes.
+/// Most rows that travel as lines, each float with its epoch: a fence and a flag cost more than twice the bytes, up to about 128 rows on two H200s
+/// (`ledger-edges.md`).
 pub const LINE_ROWS: usize = 64;
 /// Blocks of such a launch, always: a block meets its namesakes on the other ranks.
 pub const BLOCKS: usize = 32;
