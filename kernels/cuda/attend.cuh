@@ -56,7 +56,8 @@ struct Attend {
   static constexpr int P_AT = S_AT + HEADS * S_STRIDE * 4;
   static constexpr int CORR_AT = P_AT + LINES * P_STRIDE * 2;
   static constexpr int SHARED_BYTES = CORR_AT + 16 * 4 * (WIDE + 2);
-  typedef ::Fold<HEADS, HEADS_ALL, VALUE_WIDTH, WARPS, RING * KV_STRIDE * 2> Fold;
+  typedef ::Fold<HEADS, HEADS_ALL, VALUE_WIDTH, GROUPS, WARPS, RING * KV_STRIDE * 2> Fold;
+  typedef ::Shares<HEADS, VALUE_WIDTH> Shares;
 
   bf16* kv;
   bf16* q;
@@ -345,7 +346,7 @@ struct Attend {
       }
   }
 
-  /* Leaves a group, or the total of the first groups: TILES columns of 8 from column `first` on, and m and l. */
+  /* Leaves a group, or the total of the first groups, to those who fold: TILES columns of 8 from column `first` on; m and l, by lanes for one each. */
   template <int N, int TILES> DI void leave(const Partials& partials, int group, const float (&values)[N][4], int first) {
     float* at = partials.o + (u64)group * HEADS_ALL * VALUE_WIDTH + first;
 #pragma unroll
@@ -356,15 +357,15 @@ struct Attend {
       for (int half = 0; half < 2; half++) {
         const int head = g + 8 * half;
         if (head < HEADS)
-          st8(at + head * VALUE_WIDTH + column * 8 + 2 * t, V2{__float_as_uint(values[i][2 * half]), __float_as_uint(values[i][2 * half + 1])});
+          hand_over(at + head * VALUE_WIDTH + column * 8 + 2 * t, values[i][2 * half], values[i][2 * half + 1]);
       }
     }
   }
-  DI void leave_ml(const Partials& partials, int group, const float (&max)[WARP_HEADS], const float (&sum)[WARP_HEADS]) {
+  DI void leave_ml(const Partials& partials, const Shares& shares, int group, const float (&max)[WARP_HEADS], const float (&sum)[WARP_HEADS]) {
 #pragma unroll
     for (int i = 0; i < WARP_HEADS; i++) {
       const int head = i * WARPS + warp;
-      if (lane == 0 && head < HEADS) st8(partials.ml + (group * HEADS_ALL + head) * 2, V2{__float_as_uint(max[i]), __float_as_uint(sum[i])});
+      if (lane < shares.copies && head < HEADS) hand_over(partials.ml + (((u64)lane * HEADS_ALL + head) * GROUPS + group) * 2, max[i], sum[i]);
     }
   }
 
@@ -389,8 +390,8 @@ struct Attend {
       if (lane == 0 && i * WARPS + warp < HEADS) fold_b[i * WARPS + warp] = sum[i];
   }
 
-  /* What is left to fold once the row's blocks have met: nothing when `shares` is 0 (fold.cuh). */
-  struct Rest { int next, count, share, shares; };
+  /* What is left to fold (fold.cuh): nothing when `shares` is 0, else `count` partials from group `total` on. */
+  struct Rest { int total, count, share, shares; };
 
   /* Takes an even share of the row's groups, the longer shares last, where the last group may be short; split 0 begins a total. */
   template <class PartAt, class LoadQuery>
@@ -399,6 +400,7 @@ struct Attend {
     const int first = min_of(split, used) * groups / used * GROUP_TILES;
     const int end = min_of(min_of(split + 1, used) * groups / used * GROUP_TILES, ceil_div(length, 64));
     const int ring_end = min_of(min_of(end * 64, length), first * 64 + RING);
+    const Shares shares(used);
     int slot = 0; /* the next to ask for */
     fresh = ring_end;
     if (first < end) {
@@ -438,16 +440,17 @@ struct Attend {
 #pragma unroll
           for (int j = 0; j < 2 * STEP_TILES; j++) x[i][j / 2][j % 2] = s[min_of(i * WARPS + warp, HEADS - 1) * S_STRIDE + j * 32 + lane];
       });
+      const int group = tile / GROUP_TILES;
+      const bool ends = (tile + STEP_TILES) % GROUP_TILES == 0 || tile + STEP_TILES >= end;
+      if (ends && used > 1 && (split > 0 || next == 1)) leave_ml(partials, shares, group, m, l);
       sync_block();
       values(end - tile, at);
       at += STEP_TILES * 64;
       if (at >= RING) at -= RING;
-      if ((tile + STEP_TILES) % GROUP_TILES == 0 || tile + STEP_TILES >= end) {
-        const int group = tile / GROUP_TILES;
+      if (ends) {
         if (split == 0) {
           fold(group == 0);
         } else {
-          leave_ml(partials, group, m, l);
           leave<VALUE_COLUMNS, VALUE_TILES>(partials, group, o, 0);
         }
         start_group();
@@ -463,10 +466,10 @@ struct Attend {
       return Rest{};
     }
     if (split == 0) {
-      leave_ml(partials, 0, total_m, total_l);
-      leave<VALUE_COLUMNS, VALUE_TILES>(partials, 0, total, 0);
+      if (next > 1) leave_ml(partials, shares, next - 1, total_m, total_l);
+      leave<VALUE_COLUMNS, VALUE_TILES>(partials, next - 1, total, 0);
     }
-    return Rest{next, groups - next + 1, split, used};
+    return Rest{next - 1, groups - next + 1, split, used};
   }
 
   /* Takes tile `rank` of group `group` and value columns rank · SLICE …. `inboxes` [TEAM][TEAM][HEADS][64] of the team, a block's scores from all:
@@ -551,6 +554,7 @@ struct Attend {
       });
     });
     share_norm(l);
+    if (rank == 0 && groups > 1) leave_ml(partials, Shares(groups * TEAM), group, m, l);
     float c[SLICE_COLUMNS][4];
 #pragma unroll
     for (int i = 0; i < SLICE_COLUMNS; i++)
@@ -566,18 +570,17 @@ struct Attend {
       finish<SLICE_COLUMNS, SLICE_TILES>(out, c, rank * SLICE);
       return Rest{};
     }
-    if (rank == 0) leave_ml(partials, group, m, l);
     leave<SLICE_COLUMNS, SLICE_TILES>(partials, group, c, rank * SLICE);
-    return Rest{1, groups, group * TEAM + rank, groups * TEAM};
+    return Rest{0, groups, group * TEAM + rank, groups * TEAM};
   }
 
   /* The whole of it. `part_at(part)`: element of the cache row where the part starts; `load_query(head, chunk)`: 8 elements of a head's query;
-   * `out`: this block's heads of the row, `head` its first; `inboxes`: zero before and after. */
+   * `out`: this block's heads of the row, `head` its first; `scratch` and `inboxes`: zero before and after. */
   template <class PartAt, class LoadQuery>
-  DI void attend(const PartAt& part_at, const LoadQuery& load_query, bf16* out, float* scratch, u32* arrivals, u32* inboxes, int head, u32 rows) {
+  DI void attend(const PartAt& part_at, const LoadQuery& load_query, bf16* out, float* scratch, u32* inboxes, int head, u32 rows) {
     const int groups = ceil_div(length, ATTENTION_GROUP), split = blockIdx.x, splits = gridDim.x;
     const Partials partials = {scratch + ((u64)row * GROUPS * HEADS_ALL + head) * VALUE_WIDTH,
-                               scratch + (u64)rows * GROUPS * HEADS_ALL * VALUE_WIDTH + ((u64)row * GROUPS * HEADS_ALL + head) * 2};
+                               scratch + ((u64)rows * HEADS_ALL * VALUE_WIDTH + ((u64)row * ML_COPIES * HEADS_ALL + head) * 2) * GROUPS};
     Rest rest = {};
     if (TEAM > 1 && groups * TEAM <= splits) {
       if (split < groups * TEAM) {
@@ -591,8 +594,7 @@ struct Attend {
       rest = run(part_at, load_query, out, partials, split, splits, rows);
     }
     if (rest.shares == 0) return;
-    meet(arrivals, rest.shares);
-    Fold::run(out, partials, rest.next, rest.count, rest.share, rest.shares, (u8*)kv);
-    part(arrivals, rest.shares);
+    const Partials from_total = {partials.o + (u64)rest.total * HEADS_ALL * VALUE_WIDTH, partials.ml + rest.total * 2};
+    Fold::run(out, from_total, rest.count, rest.share, Shares(rest.shares), (u8*)kv);
   }
 };

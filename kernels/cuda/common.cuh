@@ -114,10 +114,20 @@ DI V4 ld_fresh16(const void* at) {
   asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
   return v;
 }
-/* A word that another block of this launch stores, polled. */
+/* Words that another block of this launch stores, polled; each for itself whole. */
 DI u32 ld_relaxed_u32(const u32* at) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+DI V2 ld_relaxed8(const void* at) {
+  V2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
+  return v;
+}
+DI V4 ld_relaxed16(const void* at) {
+  V4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
   return v;
 }
 

@@ -1,7 +1,7 @@
 /* mla_attend: o_lat[r, h, :] = Σ softmax(scale · (q_lat · latent + q_rope · k_rope)) · latent over keys 0 … position of the row's slot
  * Buffers   o_lat, q_lat [R, HEADS_ALL, VALUE_WIDTH], q_rope [R, HEADS_ALL, ROPE_DIM] bf16 · pool [pages, 64, CACHE_WIDTH] bf16
- *           block_table [slots, PAGES_PER_SLOT], slot, position [R] u32 · partials f32, of rows · GROUPS · HEADS_ALL · (VALUE_WIDTH + 2) (attend.cuh)
- *           arrivals [R, HEADS_ALL] u32, zero before and after · inboxes u32, TEAM · HEADS · 64 a block, zero before and after
+ *           block_table [slots, PAGES_PER_SLOT], slot, position [R] u32 · partials f32, of rows · GROUPS · HEADS_ALL · (VALUE_WIDTH + 16) (fold.cuh)
+ *           inboxes u32, TEAM · HEADS · 64 a block; partials and inboxes are zero before and after
  * Launch    grid (splits of the keys, rows, heads / 16), block 32 · WARPS
  * Numerics  attend.cuh
  * Pad rows  attend to key 0 of page 0            Capture   lengths are read on the device; no allocation, sync or readback
@@ -16,7 +16,7 @@ typedef Attend<HEADS, HEADS_ALL, KEY_WIDTH, VALUE_WIDTH, 0, 1, CACHE_WIDTH, CACH
 
 KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
     mla_attend(bf16* o_lat, const bf16* q_lat, const bf16* q_rope, const bf16* pool, const u32* block_table, const u32* slot, const u32* position,
-               float* partials, u32* arrivals, u32* inboxes, u32 rows) {
+               float* partials, u32* inboxes, u32 rows) {
   DYNAMIC_SHARED;
   const int row = blockIdx.y, head = blockIdx.z * 16;
   Block block(dynamic_shared, pool, block_table, slot, position, row, __uint_as_float(SCALE_BITS));
@@ -26,5 +26,5 @@ KERNEL void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
                  return chunk * 8 < VALUE_WIDTH ? ld_act16(q_lat + (query + h) * VALUE_WIDTH + chunk * 8)
                                                 : ld_act16(q_rope + (query + h) * ROPE_DIM + chunk * 8 - VALUE_WIDTH);
                },
-               o_lat + query * VALUE_WIDTH, partials, arrivals + query, inboxes, head, rows);
+               o_lat + query * VALUE_WIDTH, partials, inboxes, head, rows);
 }

@@ -11,7 +11,8 @@ use crate::plan::RankShape;
 use crate::spec::{Mla, Mlp, Moe};
 use slotgraph_kernels::contract::{GemmKind, experts_of_rank};
 use slotgraph_kernels::ops::{
-    Exchange, GemmAdd, MlaAttend, MlaPrep, MlaUv, MoeCombine, MoeDown, MoeGate, MoeSum, MoeUp, NormGemm, Op, SharedGate,
+    Exchange, GemmAdd, MlaAttend, MlaPrep, MlaUv, MoeCombine, MoeDown, MoeGate, MoeSum, MoeUp, NormGemm, Op,
+    PARTIAL_NORMS, SharedGate,
 };
 use slotgraph_kernels::{BufferId, Cols, DType, Role, WeightId};
 use std::ops::Range;
@@ -43,7 +44,6 @@ struct AttentionBuffers {
     q_lat: BufferId,
     q_rope: BufferId,
     partials: BufferId,
-    arrivals: BufferId,
     o_lat: BufferId,
     attn: BufferId,
 }
@@ -53,7 +53,7 @@ impl AttentionBuffers {
         let (heads, lora) = (mla.heads, mla.kv_lora);
         let q_width = heads * (mla.nope_dim + mla.rope_dim);
         let kv_width = lora + mla.rope_dim;
-        let [scratch_rows, groups] = partial_extents(net, heads * (lora + 2));
+        let [scratch_rows, groups] = partial_extents(net, heads * (lora + PARTIAL_NORMS));
         AttentionBuffers {
             attn_in: net.per_row("attn.in", DType::F32, &[mla.q_lora.unwrap_or(q_width) + kv_width]),
             q_b: mla.q_lora.map(|_| net.per_row("attn.q_b", DType::F32, &[q_width])),
@@ -62,10 +62,9 @@ impl AttentionBuffers {
             partials: net.buffer(
                 "attn.partials",
                 DType::F32,
-                vec![scratch_rows, groups, heads, lora + 2],
+                vec![scratch_rows, groups, heads, lora + PARTIAL_NORMS],
                 Role::Scratch,
             ),
-            arrivals: net.buffer("attn.arrivals", DType::U32, vec![net.rows, heads], Role::Scratch),
             o_lat: net.per_row("attn.o_lat", DType::Bf16, &[heads, lora]),
             attn: net.per_row("attn.out", DType::Bf16, &[heads * mla.v_dim]),
         }
@@ -162,7 +161,6 @@ fn attention(net: &mut Builder, mla: &Mla, ends: &Ends, buffers: &AttentionBuffe
         slot,
         position,
         partials: buffers.partials,
-        arrivals: buffers.arrivals,
         heads,
         rope_dim,
         lora,

@@ -8,14 +8,13 @@ use super::builder::{Builder, Part};
 use super::{Ends, gated_mlp, partial_extents};
 use crate::spec::{Gqa, Mlp};
 use slotgraph_kernels::contract::GemmKind;
-use slotgraph_kernels::ops::{GemmAdd, GqaAttend, GqaPrep, NormGemm, Op};
+use slotgraph_kernels::ops::{GemmAdd, GqaAttend, GqaPrep, NormGemm, Op, PARTIAL_NORMS};
 use slotgraph_kernels::{BufferId, Cols, DType, Role, WeightId};
 
 struct Activations {
     qkv: BufferId,
     q: BufferId,
     partials: BufferId,
-    arrivals: BufferId,
     attn: BufferId,
     act: BufferId,
 }
@@ -33,17 +32,16 @@ pub(super) fn layers(net: &mut Builder, gqa: &Gqa, ends: &Ends) {
 impl Activations {
     fn declare(net: &mut Builder, gqa: &Gqa, inner: usize) -> Activations {
         let Gqa { heads, kv_heads, head_dim, .. } = *gqa;
-        let [scratch_rows, groups] = partial_extents(net, heads * (head_dim + 2));
+        let [scratch_rows, groups] = partial_extents(net, heads * (head_dim + PARTIAL_NORMS));
         Activations {
             qkv: net.per_row("qkv", DType::F32, &[(heads + 2 * kv_heads) * head_dim]),
             q: net.per_row("q", DType::Bf16, &[heads, head_dim]),
             partials: net.buffer(
                 "attn.partials",
                 DType::F32,
-                vec![scratch_rows, groups, heads, head_dim + 2],
+                vec![scratch_rows, groups, heads, head_dim + PARTIAL_NORMS],
                 Role::Scratch,
             ),
-            arrivals: net.buffer("attn.arrivals", DType::U32, vec![net.rows, heads], Role::Scratch),
             attn: net.per_row("attn", DType::Bf16, &[heads * head_dim]),
             act: net.per_row("act", DType::Bf16, &[inner]),
         }
@@ -86,7 +84,6 @@ fn attention(net: &mut Builder, gqa: &Gqa, ends: &Ends, acts: &Activations, laye
         slot,
         position,
         partials: acts.partials,
-        arrivals: acts.arrivals,
         heads,
         kv_heads,
         head_dim,

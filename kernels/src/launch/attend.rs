@@ -70,7 +70,6 @@ struct Buffers {
     slot: BufferId,
     position: BufferId,
     partials: BufferId,
-    arrivals: BufferId,
 }
 
 impl Shape {
@@ -151,15 +150,8 @@ impl Shape {
         let mut args = vec![Arg::Buffer(buffers.out)];
         args.extend(buffers.queries.into_iter().map(Arg::Buffer));
         args.extend(
-            [
-                buffers.paged.kv,
-                buffers.paged.block_table,
-                buffers.slot,
-                buffers.position,
-                buffers.partials,
-                buffers.arrivals,
-            ]
-            .map(Arg::Buffer),
+            [buffers.paged.kv, buffers.paged.block_table, buffers.slot, buffers.position, buffers.partials]
+                .map(Arg::Buffer),
         );
         args.extend(self.teams.then_some(Arg::Counters));
         args.push(Arg::U32(rows as u32));
@@ -203,7 +195,6 @@ impl MlaAttend {
             slot: self.slot,
             position: self.position,
             partials: self.partials,
-            arrivals: self.arrivals,
         };
         let forms: &[Form] = if specs.rows() == 1 { &MLA_ONE } else { &MLA };
         shape.launch(specs, gpu, forms, buffers, vec![define("HEADS_ALL", self.heads)])
@@ -241,7 +232,6 @@ impl GqaAttend {
             slot: self.slot,
             position: self.position,
             partials: self.partials,
-            arrivals: self.arrivals,
         };
         shape.launch(specs, gpu, forms, buffers, vec![define("KV_HEADS", self.kv_heads)])
     }

@@ -17,10 +17,8 @@ pub struct GqaAttend {
     pub paged: Paged,
     pub slot: BufferId,
     pub position: BufferId,
-    /// Scratch f32 `[scratch_rows, groups, heads, d + 2]`.
+    /// Scratch f32 `[scratch_rows, groups, heads, d + PARTIAL_NORMS]` for group partials (a GPU's small batches only), always 0 between ops.
     pub partials: BufferId,
-    /// Scratch u32 `[R, heads]`: arrivals, always 0 between ops.
-    pub arrivals: BufferId,
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
@@ -32,10 +30,10 @@ impl Operation for GqaAttend {
         "gqa_attend"
     }
     fn reads(&self) -> Vec<BufferId> {
-        vec![self.q, self.paged.kv, self.paged.block_table, self.slot, self.position, self.arrivals]
+        vec![self.q, self.paged.kv, self.paged.block_table, self.slot, self.position, self.partials]
     }
     fn writes(&self) -> Vec<BufferId> {
-        vec![self.out, self.partials, self.arrivals]
+        vec![self.out, self.partials]
     }
     fn weights(&self) -> Vec<WeightId> {
         vec![]
@@ -47,7 +45,6 @@ impl Operation for GqaAttend {
         check.rows(self.q, DType::Bf16, self.heads * self.head_dim)?;
         check.paged(self.paged, 2 * self.kv_heads * self.head_dim, self.slot, self.position)?;
         check.any(self.partials, DType::F32, 1)?;
-        check.rows(self.arrivals, DType::U32, self.heads)?;
         check.distinct(&[self.out, self.q, self.paged.kv, self.partials])
     }
 

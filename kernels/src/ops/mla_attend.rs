@@ -20,10 +20,8 @@ pub struct MlaAttend {
     pub paged: Paged,
     pub slot: BufferId,
     pub position: BufferId,
-    /// Scratch f32 `[scratch_rows, groups, heads, lora + 2]` for group partials (a GPU's small batches only).
+    /// Scratch f32 `[scratch_rows, groups, heads, lora + PARTIAL_NORMS]` for group partials (a GPU's small batches only), always 0 between ops.
     pub partials: BufferId,
-    /// Scratch u32 `[R, heads]`: arrivals, always 0 between ops.
-    pub arrivals: BufferId,
     pub heads: usize,
     pub rope_dim: usize,
     pub lora: usize,
@@ -36,10 +34,10 @@ impl Operation for MlaAttend {
         "mla_attend"
     }
     fn reads(&self) -> Vec<BufferId> {
-        vec![self.q_lat, self.q_rope, self.paged.kv, self.paged.block_table, self.slot, self.position, self.arrivals]
+        vec![self.q_lat, self.q_rope, self.paged.kv, self.paged.block_table, self.slot, self.position, self.partials]
     }
     fn writes(&self) -> Vec<BufferId> {
-        vec![self.o_lat, self.partials, self.arrivals]
+        vec![self.o_lat, self.partials]
     }
     fn weights(&self) -> Vec<WeightId> {
         vec![]
@@ -50,7 +48,6 @@ impl Operation for MlaAttend {
         check.rows(self.q_rope, DType::Bf16, self.heads * self.rope_dim)?;
         check.paged(self.paged, self.lora + self.rope_dim, self.slot, self.position)?;
         check.any(self.partials, DType::F32, 1)?;
-        check.rows(self.arrivals, DType::U32, self.heads)?;
         check.distinct(&[self.o_lat, self.q_lat, self.q_rope, self.paged.kv, self.partials])
     }
 

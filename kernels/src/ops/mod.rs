@@ -120,6 +120,9 @@ pub struct Paged {
     pub block_table: BufferId,
 }
 
+/// Floats of an attention partial beside its values: m and l, for as many as may fold columns of one head (`fold.cuh`, ML_COPIES).
+pub const PARTIAL_NORMS: usize = 2 * 8;
+
 /// Every op.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Op {

@@ -141,8 +141,8 @@ fn attend(
     out
 }
 
-fn scratch(net: &mut Net, heads: usize) -> [BufferId; 2] {
-    [net.buffer("partials", DType::F32, &[1, 1]), net.per_row("arrivals", DType::U32, heads)]
+fn scratch(net: &mut Net) -> BufferId {
+    net.buffer("partials", DType::F32, &[1, 1])
 }
 
 fn mla_attend(heads: usize) -> Case {
@@ -152,10 +152,9 @@ fn mla_attend(heads: usize) -> Case {
     let o_lat = net.per_row("o_lat", DType::Bf16, heads * lora);
     let q_lat = net.per_row("q_lat", DType::Bf16, heads * lora);
     let q_rope = net.per_row("q_rope", DType::Bf16, heads * rope_dim);
-    let [partials, arrivals] = scratch(&mut net, heads);
+    let partials = scratch(&mut net);
     let (paged, slot, position) = (cache.paged, cache.slot, cache.position);
-    let op =
-        MlaAttend { o_lat, q_lat, q_rope, paged, slot, position, partials, arrivals, heads, rope_dim, lora, scale };
+    let op = MlaAttend { o_lat, q_lat, q_rope, paged, slot, position, partials, heads, rope_dim, lora, scale };
     let expect = move |_: &Net, before: &CpuMemory, _: &CpuMemory| {
         let query = |row: usize, head: usize| {
             let at = row * heads + head;
@@ -227,9 +226,9 @@ fn gqa_attend(heads: usize, kv_heads: usize) -> Case {
     let cache = Cache::new(&mut net, width);
     let out = net.per_row("out", DType::Bf16, heads * head_dim);
     let q = net.per_row("q", DType::Bf16, heads * head_dim);
-    let [partials, arrivals] = scratch(&mut net, heads);
+    let partials = scratch(&mut net);
     let (paged, slot, position) = (cache.paged, cache.slot, cache.position);
-    let op = GqaAttend { out, q, paged, slot, position, partials, arrivals, heads, kv_heads, head_dim, scale };
+    let op = GqaAttend { out, q, paged, slot, position, partials, heads, kv_heads, head_dim, scale };
     let expect = move |_: &Net, before: &CpuMemory, _: &CpuMemory| {
         let query = |row: usize, head: usize| widened(&before.f32(q)[(row * heads + head) * head_dim..][..head_dim]);
         let columns = |head: usize| {

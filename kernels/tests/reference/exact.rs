@@ -102,7 +102,6 @@ fn attention_has_the_bits_of_its_tiles_and_groups() {
             let q_lat = net.per_row("q_lat", DType::Bf16, heads * lora);
             let q_rope = net.per_row("q_rope", DType::Bf16, heads * rope_dim);
             let partials = net.buffer("partials", DType::F32, &[1, 1]);
-            let arrivals = net.per_row("arrivals", DType::U32, heads);
             let mut memory = net.memory(precision);
             let mut random = Random(heads as u64);
             for id in [kv, q_lat, q_rope] {
@@ -112,20 +111,7 @@ fn attention_has_the_bits_of_its_tiles_and_groups() {
             // Pages in descending order, so that a page is not where its index says.
             (0..pages as u32).for_each(|at| memory.u32_mut(block_table)[at as usize] = pages as u32 - 1 - at);
             let paged = Paged { kv, block_table };
-            let op = MlaAttend {
-                o_lat,
-                q_lat,
-                q_rope,
-                paged,
-                slot,
-                position,
-                partials,
-                arrivals,
-                heads,
-                rope_dim,
-                lora,
-                scale,
-            };
+            let op = MlaAttend { o_lat, q_lat, q_rope, paged, slot, position, partials, heads, rope_dim, lora, scale };
             Op::MlaAttend(op).run(&mut memory).unwrap();
 
             let line = |key: usize| {

@@ -184,24 +184,11 @@ fn large() -> Vec<Case> {
         let [o_lat, q_lat] = ["o_lat", "q_lat"].map(|name| net.per_row(name, DType::Bf16, heads * lora));
         let q_rope = net.per_row("q_rope", DType::Bf16, heads * rope_dim);
         let partials = net.buffer("partials", DType::F32, &[1, 1]);
-        let arrivals = net.per_row("arrivals", DType::U32, heads);
         let paged = Paged { kv, block_table };
         let (slot_words, positions) = (vec![0; rows], (0..rows as u32).map(|row| position - row).collect());
         let table: Vec<u32> = (0..pages as u32).collect();
-        let mla = MlaAttend {
-            o_lat,
-            q_lat,
-            q_rope,
-            paged,
-            slot,
-            position: at,
-            partials,
-            arrivals,
-            heads,
-            rope_dim,
-            lora,
-            scale: 0.1,
-        };
+        let mla =
+            MlaAttend { o_lat, q_lat, q_rope, paged, slot, position: at, partials, heads, rope_dim, lora, scale: 0.1 };
         let case = Case::new(format!("mla {rows}"), net.clone(), Op::MlaAttend(mla), vec![o_lat], nothing());
         cases.push(case.words(slot, slot_words).words(at, positions).words(block_table, table));
     }
@@ -213,9 +200,8 @@ fn large() -> Vec<Case> {
     let [slot, position] = ["slot", "position"].map(|name| net.per_row(name, DType::U32, 1));
     let [out, q] = ["out", "q"].map(|name| net.per_row(name, DType::Bf16, heads * head_dim));
     let partials = net.buffer("partials", DType::F32, &[1, 1]);
-    let arrivals = net.per_row("arrivals", DType::U32, heads);
     let paged = Paged { kv, block_table };
-    let gqa = GqaAttend { out, q, paged, slot, position, partials, arrivals, heads, kv_heads, head_dim, scale: 0.2 };
+    let gqa = GqaAttend { out, q, paged, slot, position, partials, heads, kv_heads, head_dim, scale: 0.2 };
     let case = Case::new("gqa", net, Op::GqaAttend(gqa), vec![out], nothing());
     let positions = (0..rows as u32).map(|row| 700 - row * 13).collect();
     cases.push(case.words(position, positions).words(block_table, (0..pages as u32).collect()));
