@@ -11,8 +11,6 @@
  *            group, and all of them fold, each some columns (fold.cuh).
  *   a team   TEAM blocks take one group, a tile each: scores of the own tile, left for the others, then all tiles for one TEAMth of the value
  *            columns. Used while a row's blocks suffice for it: the latency of little more than one tile.
- * Keys of earlier steps come before the wait, those that this step's rows write (from `fresh` on) after it. The pages that the rows write are
- * looked up, so this holds for steps that mix prefill and decode, and for shared pages.
  * Keys past the row's length are zeros in shared memory and −inf in S, so what a page holds there cannot matter.
  *
  * Compile-time: HEADS (of the block, ≤ 16), HEADS_ALL, KEY_WIDTH, VALUE_WIDTH, VALUE_AT (column of the values in a shared row), PARTS of PART_WIDTH
@@ -22,14 +20,21 @@ static_assert(ATTENTION_TILE == 64 && PAGE_TOKENS == 64 && ATTENTION_GROUP % 64 
 
 template <int HEADS, int HEADS_ALL, int KEY_WIDTH, int VALUE_WIDTH, int VALUE_AT, int PARTS, int PART_WIDTH, int CACHE_WIDTH, int PAGES_PER_SLOT, int GROUPS,
           int WARPS, int STEP_TILES, int SLOT_KEYS, int SLOTS, int TEAM, int SUCCESSOR>
-struct Attend {
+struct Attend : Keys<CACHE_WIDTH, PAGES_PER_SLOT, WARPS> {
+  typedef ::Keys<CACHE_WIDTH, PAGES_PER_SLOT, WARPS> Keys;
+  using Keys::fresh;
+  using Keys::lane;
+  using Keys::length;
+  using Keys::row;
+  using Keys::THREADS;
+  using Keys::warp;
   static constexpr int SHARED_WIDTH = PARTS * PART_WIDTH;
   static_assert(HEADS <= 16, "query heads are the 16 rows of an mma");
   static_assert(KEY_WIDTH % 16 == 0 && VALUE_WIDTH % 16 == 0 && SHARED_WIDTH % 16 == 0, "widths must be whole fragments");
   static_assert(SHARED_WIDTH / 8 <= WARPS * 32, "a thread loads one piece of a fresh key");
   static_assert(PART_WIDTH % 8 == 0 && SLOT_KEYS % 32 == 0 && 64 % SLOT_KEYS == 0, "copies take 16 bytes, transposed loads 32 keys of one slot");
 
-  static constexpr int THREADS = WARPS * 32, GROUP_TILES = ATTENTION_GROUP / 64;
+  static constexpr int GROUP_TILES = ATTENTION_GROUP / 64;
   static constexpr int KV_STRIDE = SHARED_WIDTH + 8;           /* elements; an odd number of 16-byte units, so ldmatrix meets no conflict */
   static constexpr int WIDE = STEP_TILES > TEAM ? STEP_TILES : TEAM; /* tiles whose p are kept */
   static constexpr int Q_STRIDE = KEY_WIDTH + 8, S_STRIDE = STEP_TILES * 64 + 4, P_STRIDE = WIDE * 64 + 8;
@@ -40,8 +45,8 @@ struct Attend {
   static constexpr int VALUE_TILES = VALUE_WIDTH / 8, VALUE_COLUMNS = ceil_div(VALUE_TILES, WARPS);
   static constexpr int WARP_HEADS = ceil_div(HEADS, WARPS);
   static constexpr int RING = SLOTS * SLOT_KEYS, STEP_SLOTS = STEP_TILES * 64 / SLOT_KEYS;
-  /* Nothing comes before the wait in a step of more rows (prefill), or with more fresh keys than this in the ring. */
-  static constexpr int EARLY_ROWS = 128, LATE_KEYS = 8;
+  /* Nothing comes before the wait with more fresh keys than this in the ring. */
+  static constexpr int LATE_KEYS = 8;
   static_assert(STEP_TILES * 8 % SCORE_WARPS == 0, "the key columns of a step are dealt to whole warps");
   static_assert(GROUP_TILES % STEP_TILES == 0 && SLOTS >= STEP_SLOTS, "a step lies in one group and in the ring");
 
@@ -67,88 +72,20 @@ struct Attend {
   float* fold_a; /* [16] factors of the fold, total · a + group · b */
   float* fold_b;
   float scale;
-  int warp, lane, g, t;
-  const bf16* pool;
-  const u32 *table, *pages; /* block tables of all slots, of the row's slot */
-  const u32 *row_slot, *row_position;
-  int row, length, fresh;
-  u32 page_ids; /* lane's page of 32 tiles from page_base on */
-  int page_base;
+  int g, t;
 
   float m[WARP_HEADS], l[WARP_HEADS], total_m[WARP_HEADS], total_l[WARP_HEADS];
   float o[VALUE_COLUMNS][4], total[VALUE_COLUMNS][4];
 
-  DI Attend(u8* shared, const bf16* pool_, const u32* table_, const u32* slot, const u32* position, int row_, float scale_)
-      : kv((bf16*)shared), q((bf16*)(shared + Q_AT)), s((float*)(shared + S_AT)), p((bf16*)(shared + P_AT)), corr((float*)(shared + CORR_AT)),
-        fold_a(corr + 16 * WIDE), fold_b(fold_a + 16), warp(threadIdx.x / 32), lane(threadIdx.x % 32), g(lane / 4),
-        t(lane % 4), pool(pool_), table(table_), row_slot(slot), row_position(position), row(row_), scale(scale_) {
-    const u32 mine = ld_early_u32(slot + row);
-    length = (int)ld_early_u32(position + row) + 1;
-    pages = table + (u64)mine * PAGES_PER_SLOT;
-  }
+  DI Attend(u8* shared, const bf16* pool, const u32* table, const u32* slot, const u32* position, int row, float scale_)
+      : Keys(pool, table, slot, position, row), kv((bf16*)shared), q((bf16*)(shared + Q_AT)), s((float*)(shared + S_AT)), p((bf16*)(shared + P_AT)),
+        corr((float*)(shared + CORR_AT)), fold_a(corr + 16 * WIDE), fold_b(fold_a + 16), scale(scale_), g(lane / 4), t(lane % 4) {}
 
-  /* All lanes of a warp that copies. */
-  DI void read_pages(int tile) {
-    page_base = tile;
-    page_ids = tile + lane < ceil_div(length, 64) ? ld_early_u32(pages + tile + lane) : 0;
-  }
-  DI const bf16* page_of(int tile) {
-    if (tile - page_base >= 32) read_pages(tile);
-    return pool + (u64)from_lane_u32(page_ids, tile - page_base) * 64 * CACHE_WIDTH;
-  }
-  /* The pages from tile `first` on, and `fresh`, the first key of `count` tiles that a row of this step writes. Nothing is early in a step of many rows. */
-  DI void look_up(int first, int count, u32 rows) {
-    constexpr int EACH = EARLY_ROWS / 32; /* rows a lane, all asked for at once */
-    u32 slot[EACH], at[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const u32 other = min_of(i * 32 + lane, (int)rows - 1);
-      slot[i] = 0, at[i] = 0;
-      if (i * 32 < (int)rows) slot[i] = ld_early_u32(row_slot + other), at[i] = ld_early_u32(row_position + other);
-    }
-    read_pages(first);
-    fresh = rows > EARLY_ROWS ? 0 : length;
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-      if (i * 32 < (int)rows) slot[i] = ld_early_u32(table + (u64)slot[i] * PAGES_PER_SLOT + at[i] / 64);
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-      if (i * 32 < (int)rows)
-#pragma unroll 1
-        for (int tile = 0; tile < count; tile++)
-          if (slot[i] == from_lane_u32(page_ids, tile)) fresh = min_of(fresh, (first + tile) * 64 + (int)(at[i] % 64));
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) fresh = min_of(fresh, (int)xor_u32(fresh, mask));
-  }
-
-  /* Eight lanes a key ask for keys 0 … KEYS − 1 at `from`, `parts` of WIDTH elements, into rows `stride` apart: those below `old` or past `keys`, the
-   * latter as zeros. Addresses differ by constants. */
-  template <int KEYS, int PIECES, int WIDTH, class PartAt>
-  DI void copy_keys(bf16* to, int stride, const bf16* from, int keys, int old, const PartAt& part_at) {
-    constexpr int CHUNKS = WIDTH / 8, AT_ONCE = THREADS / 8;
-    const int chunk = threadIdx.x % 8;
-#pragma unroll
-    for (int base = 0; base < KEYS; base += AT_ONCE) {
-      const int key = base + (int)threadIdx.x / 8;
-      if ((KEYS % AT_ONCE == 0 || key < KEYS) && (key < old || key >= keys)) {
-        const u32 bytes = key < keys ? 16 : 0;
-        bf16* to_key = to + key * stride + chunk * 8;
-        const bf16* from_key = from + (u64)key * CACHE_WIDTH + chunk * 8;
-#pragma unroll
-        for (int part = 0; part < PIECES; part++) {
-          const bf16* from_part = from_key + part_at(part);
-#pragma unroll
-          for (int i = 0; i < CHUNKS; i += 8)
-            if (CHUNKS % 8 == 0 || i + chunk < CHUNKS) copy_async16(to_key + part * WIDTH + i * 8, from_part + i * 8, bytes);
-        }
-      }
-    }
-  }
   /* Asks for slot `slot` of the run of tiles first … end − 1; fresh keys are left out when `early`. */
   template <class PartAt> DI void fetch(int first, int end, int slot, bool early, const PartAt& part_at) {
     const int begin = first * 64 + slot * SLOT_KEYS, keys = length - begin;
     if (begin < end * 64)
-      copy_keys<SLOT_KEYS, PARTS, PART_WIDTH>(kv + slot % SLOTS * SLOT_KEYS * KV_STRIDE, KV_STRIDE, page_of(begin / 64) + (u64)(begin % 64) * CACHE_WIDTH, keys,
+      this->template copy_keys<SLOT_KEYS, PARTS, PART_WIDTH>(kv + slot % SLOTS * SLOT_KEYS * KV_STRIDE, KV_STRIDE, this->page_of(begin / 64) + (u64)(begin % 64) * CACHE_WIDTH, keys,
                                               early ? fresh - begin : keys, part_at);
     copy_commit();
   }
@@ -404,11 +341,12 @@ struct Attend {
     int slot = 0; /* the next to ask for */
     fresh = ring_end;
     if (first < end) {
-      look_up(first, min_of(ceil_div(RING, 64), end - first), rows);
+      this->look_up(first, min_of(ceil_div(RING, 64), end - first), rows);
       if (ring_end - fresh > LATE_KEYS) fresh = first * 64;
-      if (fresh > first * 64)
+      if (fresh > first * 64) {
 #pragma unroll 1
         for (; slot < SLOTS; slot++) fetch(first, end, slot, true, part_at);
+      }
     }
     wait_and_let_start<SUCCESSOR>(rows);
     if (first >= end) return Rest{};
@@ -416,7 +354,7 @@ struct Attend {
 #pragma unroll 1
       for (fresh = ring_end; slot < SLOTS; slot++) fetch(first, end, slot, false, part_at);
     load_q(load_query, ring_end, [&](int key, const auto& store) {
-      const bf16* from = page_of(key / 64) + (u64)(key % 64) * CACHE_WIDTH;
+      const bf16* from = this->page_of(key / 64) + (u64)(key % 64) * CACHE_WIDTH;
       for (int i = threadIdx.x; i < SHARED_WIDTH / 8; i += THREADS)
         store(kv + (key - first * 64) * KV_STRIDE + i * 8, ld_act16(from + part_at(i / (PART_WIDTH / 8)) + i % (PART_WIDTH / 8) * 8));
     });
@@ -472,108 +410,6 @@ struct Attend {
     return Rest{next - 1, groups - next + 1, split, used};
   }
 
-  /* Takes tile `rank` of group `group` and value columns rank · SLICE …. `inboxes` [TEAM][TEAM][HEADS][64] of the team, a block's scores from all:
-   * a word holds bits that no score has until its score comes, and again when its only reader has it. */
-  static constexpr u32 NO_SCORE = 0x7fc12345u; /* a NaN that arithmetic does not make; words are stored xored with it */
-  template <class PartAt, class LoadQuery>
-  DI Rest run_team(const PartAt& part_at, const LoadQuery& load_query, bf16* out, const Partials& partials, u32* inboxes, int group, int rank, int groups,
-                   u32 rows) {
-    constexpr int INBOX = TEAM * HEADS * 64;
-    const int first = group * GROUP_TILES, tiles = min_of(GROUP_TILES, ceil_div(length, 64) - first), end = min_of((first + tiles) * 64, length);
-    bf16* slices = kv + 64 * KV_STRIDE;
-    /* The tile's rows: all of them in the own tile, this block's columns elsewhere. */
-    auto rows_of = [&](int tile) { return tile == rank ? kv : slices + (tile < rank ? tile : tile - 1) * 64 * SLICE_STRIDE; };
-    auto copy = [&](bool early) {
-#pragma unroll 1
-      for (int tile = 0; tile < tiles; tile++) {
-        const bf16* page = page_of(first + tile);
-        const int keys = length - (first + tile) * 64, old = early ? fresh - (first + tile) * 64 : keys;
-        if (tile == rank) {
-          copy_keys<64, PARTS, PART_WIDTH>(kv, KV_STRIDE, page, keys, old, part_at);
-        } else {
-          copy_keys<64, 1, SLICE>(rows_of(tile), SLICE_STRIDE, page, keys, old, [&](int) { return VALUE_AT + rank * SLICE; });
-        }
-      }
-      copy_commit();
-    };
-    look_up(first, tiles, rows);
-    if (end - fresh > LATE_KEYS) fresh = first * 64;
-    const bool early = fresh > first * 64;
-    if (early) copy(true);
-    wait_and_let_start<SUCCESSOR>(rows);
-    if (!early) copy(false), fresh = end;
-    load_q(load_query, end, [&](int key, const auto& store) {
-      const int tile = key / 64 - first;
-      const bf16* from = page_of(key / 64) + (u64)(key % 64) * CACHE_WIDTH;
-      if (tile == rank) {
-        for (int i = threadIdx.x; i < SHARED_WIDTH / 8; i += THREADS) store(kv + key % 64 * KV_STRIDE + i * 8, ld_act16(from + i * 8));
-      } else if (threadIdx.x < SLICE / 8) {
-        store(rows_of(tile) + key % 64 * SLICE_STRIDE + threadIdx.x * 8, ld_act16(from + VALUE_AT + rank * SLICE + threadIdx.x * 8));
-      }
-    });
-    start_group();
-    copy_wait<0>();
-    sync_block();
-    if (rank < tiles)
-      scores(first + rank, 0, [&](int head, int key, V2 pair) {
-#pragma unroll
-        for (int block = 0; block < TEAM; block++)
-          st_relaxed8(inboxes + block * INBOX + (rank * HEADS + head) * 64 + key, V2{pair.x ^ NO_SCORE, pair.y ^ NO_SCORE});
-      });
-    V4 v[TEAM][SLICE_COLUMNS][2], a[TEAM][4];
-#pragma unroll
-    for (int tile = 0; tile < TEAM; tile++) {
-      const int stride = tile == rank ? KV_STRIDE : SLICE_STRIDE;
-      const bf16* at = rows_of(tile) + (tile == rank ? VALUE_AT + rank * SLICE : 0) + lane * stride;
-#pragma unroll
-      for (int i = 0; i < SLICE_COLUMNS; i++) {
-        const int column = column_of_warp<SLICE_TILES>(i);
-        v[tile][i][0] = ldmatrix4_transposed(at + column * 8), v[tile][i][1] = ldmatrix4_transposed(at + 32 * stride + column * 8);
-      }
-    }
-    softmax<TEAM>([&](float (&x)[WARP_HEADS][TEAM][2]) {
-      u32 word[WARP_HEADS][TEAM][2];
-      u32* mine = inboxes + rank * INBOX + lane;
-      auto each = [&](const auto& act) {
-#pragma unroll
-        for (int i = 0; i < WARP_HEADS; i++)
-#pragma unroll
-          for (int j = 0; j < 2 * TEAM; j++)
-            act(word[i][j / 2][j % 2], mine + (j / 2 * HEADS + i * WARPS + warp) * 64 + j % 2 * 32,
-                j / 2 < tiles && (HEADS % WARPS == 0 || i * WARPS + warp < HEADS), x[i][j / 2][j % 2]);
-      };
-      bool missing;
-      do { /* all words of the warp at once, until all have come */
-        missing = false;
-        each([&](u32& w, const u32* at, bool sent, float&) { w = sent ? ld_relaxed_u32(at) : MINUS_INFINITY_BITS ^ NO_SCORE; });
-        each([&](u32& w, const u32*, bool, float&) { missing = missing || w == 0; });
-      } while (ballot(missing));
-      each([&](u32& w, u32* at, bool sent, float& score) {
-        if (sent) st_u32(at, 0);
-        score = __uint_as_float(w ^ NO_SCORE);
-      });
-    });
-    share_norm(l);
-    if (rank == 0 && groups > 1) leave_ml(partials, Shares(groups * TEAM), group, m, l);
-    float c[SLICE_COLUMNS][4];
-#pragma unroll
-    for (int i = 0; i < SLICE_COLUMNS; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) c[i][j] = 0.0f;
-    sync_block();
-#pragma unroll
-    for (int tile = 0; tile < TEAM; tile++) load_p(a[tile], tile);
-#pragma unroll
-    for (int tile = 0; tile < TEAM; tile++)
-      if (tile < tiles) value_chains<SLICE_COLUMNS>(c, a[tile], corr[tile * 16 + g], corr[tile * 16 + g + 8], v[tile]);
-    if (groups == 1) {
-      finish<SLICE_COLUMNS, SLICE_TILES>(out, c, rank * SLICE);
-      return Rest{};
-    }
-    leave<SLICE_COLUMNS, SLICE_TILES>(partials, group, c, rank * SLICE);
-    return Rest{0, groups, group * TEAM + rank, groups * TEAM};
-  }
-
   /* The whole of it. `part_at(part)`: element of the cache row where the part starts; `load_query(head, chunk)`: 8 elements of a head's query;
    * `out`: this block's heads of the row, `head` its first; `scratch` and `inboxes`: zero before and after. */
   template <class PartAt, class LoadQuery>
@@ -586,7 +422,7 @@ struct Attend {
       if (split < groups * TEAM) {
         const int team = (row * (int)gridDim.z + (int)blockIdx.z) * (splits / TEAM) + split / TEAM;
         if constexpr (TEAM > 1)
-          rest = run_team(part_at, load_query, out, partials, inboxes + team * (TEAM * TEAM * HEADS * 64), split / TEAM, split % TEAM, groups, rows);
+          rest = run_team(*this, part_at, load_query, out, partials, inboxes + team * (TEAM * TEAM * HEADS * 64), split / TEAM, split % TEAM, groups, rows);
       } else {
         wait_and_let_start<SUCCESSOR>(rows);
       }

@@ -31,7 +31,7 @@ struct Shape {
     value_width: usize,
     shared_width: usize,
     cache_width: usize,
-    /// Whether four blocks may share a group (`attend.cuh`, a team).
+    /// Whether several blocks may share a group (`team.cuh`).
     teams: bool,
     scale: f32,
 }
@@ -48,6 +48,8 @@ struct Form {
 
 impl Form {
     const fn new(warps: usize, step_tiles: usize, slot_keys: usize, slots: usize, blocks_per_sm: usize) -> Form {
+        // A step lies in one group.
+        let step_tiles = if GROUP_TILES.is_multiple_of(step_tiles) { step_tiles } else { 1 };
         Form { warps, step_tiles, slot_keys, slots, blocks_per_sm }
     }
 }
@@ -88,7 +90,8 @@ impl Shape {
     fn team_fits(&self, form: Form) -> bool {
         let columns = self.value_width / GROUP_TILES;
         let need = PAGE_TOKENS * (self.shared_width + 8) + (GROUP_TILES - 1) * PAGE_TOKENS * (columns + 8);
-        form.step_tiles == 1
+        GROUP_TILES > 1
+            && form.step_tiles == 1
             && self.value_width.is_multiple_of(GROUP_TILES * 16)
             && need <= form.slots * form.slot_keys * (self.shared_width + 8)
     }
