@@ -343,10 +343,9 @@ struct Attend : Keys<CACHE_WIDTH, PAGES_PER_SLOT, WARPS> {
     if (first < end) {
       this->look_up(first, min_of(ceil_div(RING, 64), end - first), rows);
       if (ring_end - fresh > LATE_KEYS) fresh = first * 64;
-      if (fresh > first * 64) {
+      if (fresh > first * 64)
 #pragma unroll 1
         for (; slot < SLOTS; slot++) fetch(first, end, slot, true, part_at);
-      }
     }
     wait_and_let_start<SUCCESSOR>(rows);
     if (first >= end) return Rest{};

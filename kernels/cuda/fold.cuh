@@ -30,16 +30,21 @@ template <int HEADS, int VALUE_WIDTH> struct Shares {
  * four columns a thread, in which the partials come through BYTES of shared memory: `held` at a time, each head's factors before them. */
 template <int HEADS, int HEADS_ALL, int VALUE_WIDTH, int GROUPS, int WARPS, int BYTES> struct Fold {
   static constexpr int THREADS = 32 * WARPS;
-  static constexpr int PASS = 4 * THREADS / VALUE_WIDTH * VALUE_WIDTH; /* whole heads, whose m and l are read once */
+  static constexpr int PASS = (4 * THREADS / VALUE_WIDTH < HEADS ? 4 * THREADS / VALUE_WIDTH : HEADS) * VALUE_WIDTH; /* whole heads, whose m and l are read once */
   static_assert(VALUE_WIDTH % 16 == 0, "a block's columns are whole pieces of 16 bytes");
   static_assert(PASS > 0, "a pass takes a head at least");
+  static_assert((BYTES - 64) / (PASS / VALUE_WIDTH * 16 + PASS * 4) >= 4, "a batch of partials fits into shared memory");
   typedef ::Shares<HEADS, VALUE_WIDTH> Shares;
 
   const Partials& partials; /* from the total on */
   int count, copy;
   float* largest; /* [16] of the partials so far, by head of the pass */
-  F4* factors;    /* [heads of the pass][held] of the total, of the partial, l · b, l */
+  F4* factors;    /* [heads of the pass][held] of the total, of the partial, l · b */
   float* staged;  /* [held][columns of the pass] */
+
+  /* Partials that are summed in one go. The last batch is filled up with some that leave every sum as it is, of both zeros too: sum · 1 + −0 · 1. */
+  static constexpr int BATCH = 4;
+  DI static int whole_batches(int n) { return ceil_div(n, BATCH) * BATCH; }
 
   /* Factors of 128 partials from first + base on: a warp takes a head, a lane every 32nd partial; the running maximum by a scan. `come()` is called
    * once they have come. */
@@ -81,7 +86,11 @@ template <int HEADS, int HEADS_ALL, int VALUE_WIDTH, int GROUPS, int WARPS, int 
       before[j] = lane == 0 ? so_far : fmaxf(so_far, before[j]);
       so_far = fmaxf(so_far, last[j]);
       const float b = exp_fast(own[j] - upto[j]), l = handed_over(ml[j].y);
-      if (i < n) factors[at * held + i] = F4{exp_fast(before[j] - upto[j]), b, l * b, l};
+      if (i < n) {
+        factors[at * held + i] = F4{exp_fast(before[j] - upto[j]), b, l * b, 0.0f};
+      } else if (i < whole_batches(n)) {
+        factors[at * held + i] = F4{1.0f, 1.0f, -0.0f, 0.0f};
+      }
     }
     sync_warp();
     if (lane == 0) largest[at] = so_far;
@@ -122,30 +131,49 @@ template <int HEADS, int HEADS_ALL, int VALUE_WIDTH, int GROUPS, int WARPS, int 
     }
   }
 
-  /* Adds partials `i` to `n` − 1 to EACH columns from `values` on and to their norm; several are asked of shared memory before the first is added. */
-  template <int EACH> DI static void sum_up(float (&sum)[4], float& norm, const F4* factors, const float* values, int columns, int i, int n) {
-#pragma unroll(EACH == 1 ? 8 : 4)
-    for (; i < n; i++) {
-      const F4 f = factors[i];
-      float v[EACH];
-      if constexpr (EACH == 4) {
-        const F4 four = *(const F4*)(values + i * columns);
-        v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-      } else {
-        v[0] = values[i * columns];
-      }
+  /* What BATCH partials give to EACH columns and their norm. */
+  template <int EACH> struct Given {
+    F4 f[BATCH];
+    float v[BATCH][EACH];
+    DI void load(const F4* factors, const float* values, int columns) {
 #pragma unroll
-      for (int k = 0; k < EACH; k++) sum[k] = sum[k] * f.x + v[k] * f.y;
-      norm = norm * f.x + f.z;
+      for (int j = 0; j < BATCH; j++) {
+        f[j] = factors[j];
+        if constexpr (EACH == 4) {
+          const F4 four = *(const F4*)(values + j * columns);
+          v[j][0] = four.x, v[j][1] = four.y, v[j][2] = four.z, v[j][3] = four.w;
+        } else {
+          v[j][0] = values[j * columns];
+        }
+      }
+    }
+  };
+  /* Adds `n` partials, whole batches, to EACH columns from `values` on and to their norm. A sum waits for the one before it and for nothing else: the next
+   * batch is asked of shared memory meanwhile. */
+  template <int EACH> DI static void sum_up(float (&sum)[4], float& norm, const F4* factors, const float* values, int columns, int n) {
+    Given<EACH> now, next;
+    now.load(factors, values, columns);
+#pragma unroll 1
+    for (int i = 0; i < n; i += BATCH) {
+      const int then = min_of(i + BATCH, n - BATCH);
+      next.load(factors + then, values + then * columns, columns);
+#pragma unroll
+      for (int j = 0; j < BATCH; j++) {
+#pragma unroll
+        for (int k = 0; k < EACH; k++) sum[k] = sum[k] * now.f[j].x + now.v[j][k] * now.f[j].y;
+        norm = norm * now.f[j].x + now.f[j].z;
+      }
+      now = next;
     }
   }
 
   DI void pass(bf16* out, int column, int columns, bool four, u8* shared) {
     const int warp = threadIdx.x / 32, own = threadIdx.x * (four ? 4 : 1);
     const int first_head = column / VALUE_WIDTH, heads = (column + columns - 1) / VALUE_WIDTH - first_head + 1;
-    const int held = min_of(count, (BYTES - 64) / (heads * 16 + columns * 4));
+    const int held = min_of(whole_batches(count), (BYTES - 64) / (heads * 16 + columns * 4) / BATCH * BATCH);
     largest = (float*)shared, factors = (F4*)(shared + 64), staged = (float*)(factors + heads * held);
-    float sum[4], norm = 0.0f;
+    /* The first partial is the total so far: its factors are 0 and 1. */
+    float sum[4] = {-0.0f, -0.0f, -0.0f, -0.0f}, norm = -0.0f;
 #pragma unroll 1
     for (int first = 0; first < count; first += held) {
       const int n = min_of(count - first, held);
@@ -162,19 +190,15 @@ template <int HEADS, int HEADS_ALL, int VALUE_WIDTH, int GROUPS, int WARPS, int 
           });
       if (!met) sync_block();
       stage(column, columns, first, n);
+      for (int i = n * columns + threadIdx.x; i < whole_batches(n) * columns; i += THREADS) staged[i] = -0.0f;
       sync_block();
       if (own >= columns) continue;
       const F4* mine = factors + ((column + own) / VALUE_WIDTH - first_head) * held;
       const float* values = staged + own;
-      if (first == 0) { /* the total so far is the first partial */
-#pragma unroll
-        for (int k = 0; k < 4; k++) sum[k] = values[four ? k : 0];
-        norm = mine[0].w;
-      }
       if (four) {
-        sum_up<4>(sum, norm, mine, values, columns, first == 0, n);
+        sum_up<4>(sum, norm, mine, values, columns, whole_batches(n));
       } else {
-        sum_up<1>(sum, norm, mine, values, columns, first == 0, n);
+        sum_up<1>(sum, norm, mine, values, columns, whole_batches(n));
       }
     }
     if (own >= columns) return;

@@ -98,7 +98,8 @@ DI auto run_team(Attend<HEADS, HEADS_ALL, KEY_WIDTH, VALUE_WIDTH, VALUE_AT, PART
     for (int j = 0; j < 4; j++) c[i][j] = 0.0f;
   sync_block();
 #pragma unroll
-  for (int tile = 0; tile < TEAM; tile++) block.load_p(a[tile], tile);
+  for (int tile = 0; tile < TEAM; tile++)
+    if (tile < tiles) block.load_p(a[tile], tile);
 #pragma unroll
   for (int tile = 0; tile < TEAM; tile++)
     if (tile < tiles)
