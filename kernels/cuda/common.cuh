@@ -216,6 +216,34 @@ DI u32 ld_acquire_system(const u32* at) {
 DI void st_release_system(u32* at, u32 v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
 DI void st_release_system64(u64* at, u64 v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory"); }
 
+/* ---- clusters: blocks of one launch that reach each other's shared memory (sm_90 and later) ---- */
+DI u32 cluster_rank() {
+  u32 rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+/* All threads of all blocks of the cluster arrive, then wait; what was stored before an arrival is seen after the wait. */
+DI void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+DI void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+/* To the same place of block `rank`'s shared memory as `mine` is of this block's. */
+DI void st_cluster_f32(float* mine, u32 rank, float v) {
+#if __CUDA_ARCH__ >= 900
+  u32 theirs;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"((u32)__cvta_generic_to_shared(mine)), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(theirs), "f"(v) : "memory");
+#endif
+}
+
 /* ---- shared memory and the matrix unit ---- */
 DI u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 /* 16 bytes from global to shared; the last 16 - `bytes` are zeros, and nothing is read when `bytes` is 0. */
@@ -233,6 +261,25 @@ DI V4 ldmatrix4_transposed(const void* shared) {
   V4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(shared)) : "memory");
   return v;
+}
+/* A copy of bytes in a row from global to shared memory by the copy engine (sm_90 and later), which no other load of this multiprocessor waits behind.
+ * One thread starts it, with a barrier of its own; all may wait for it after a block barrier. */
+DI void start_bulk_copy(u64* barrier, void* shared, const void* global, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
+               "r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+DI void wait_for_bulk_copy(u64* barrier) {
+#if __CUDA_ARCH__ >= 900
+  u32 done = 0;
+  while (!done)
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(shared_address(barrier)) : "memory");
+#endif
 }
 /* One link of an accumulator chain: c[16 rows, 8 columns] += a[16, 16] · b[16, 8]. Lane 4g + t holds c at rows g, g + 8 and columns 2t, 2t + 1. */
 DI void mma(float (&c)[4], const V4& a, u32 b_low, u32 b_high) {

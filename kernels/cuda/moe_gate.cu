@@ -1,8 +1,10 @@
 /* moe_gate: h = rms_norm(x) rounded; expert choice and weights from softmax(W_router · h)
  * Buffers   h [R, WEIGHT_K] bf16 · expert_id u32, expert_weight f32 [R, TOP_K] · x [R, WEIGHT_K] f32 · router packed [EXPERTS, WEIGHT_K]
  *           norm [WEIGHT_K] f32 · live [R] u32 · step [16] u32, words 5 and 6 counted up
- * Launch    grid ceil(R / 8), block 512: a block norms and routes eight rows; warp = K slice of every second group of ROW_TILES row tiles, whose
- *           weights are in registers and shared memory before the wait
+ * Launch    grid CLUSTER · ceil(R / 8), cluster CLUSTER, block 256 · PARTS: a cluster routes eight rows. Every block norms them and has the logits of each
+ *           CLUSTER · PARTSth group of ROW_TILES row tiles, a warp a K slice, whose weights are in registers (RING pairs) and shared memory, or come in
+ *           BULK, before the wait (one multiprocessor alone takes 5 µs to ask for a router's 256 KB, and what it asks for then comes after them); a row's
+ *           logits meet in the block that chooses its experts
  *           (the shared experts' first half is the next launch, norm_gate_up.cu on h; it hides the start of moe_up)
  * Numerics  eight slices (gemm.cuh), norm.cuh; softmax in fp32: exp_fast, the sum by lanes id mod 32 ascending, then the tree over lanes
  *           (kernels/src/math/route.rs sums by ascending id); ties to the lowest id; the sum of norm_topk_prob by ascending id
@@ -100,47 +102,75 @@ DI void route(float* score, u32* expert_id, float* expert_weight, bool live, u32
   }
 }
 
-typedef Sliced<K_TILES, ROW_TILES, 1, 4 * ROW_TILES, HELD> Tile;
-static_assert(HELD_SHARED == 16 * Tile::HELD_BYTES, "the host counts as gemm.cuh does");
+constexpr int THREADS = 256 * PARTS, SHARES = CLUSTER * PARTS;
+static_assert(TOKENS % CLUSTER == 0, "a block chooses for as many rows as another");
+typedef Sliced<K_TILES, ROW_TILES, 1, RING, HELD> Tile;
+constexpr int BULK_BYTES = K_TILES * 512;
+static_assert(HELD_SHARED == (BULK ? BULK_BYTES : 8 * PARTS * Tile::HELD_BYTES), "the host counts as gemm.cuh does");
+static_assert(!BULK || (CLUSTER >= ROUTER_TILES && PARTS == 1 && ROW_TILES == 1), "a block's only row tile comes in bulk");
 
-KERNEL void __launch_bounds__(512, 1)
+/* One slice of a row tile in shared memory. */
+template <class Tokens> DI void pass_in_shared(float (&sum)[4], const V4* weights, int first, int end, const Tokens& tokens) {
+  sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+#pragma unroll 4
+  for (int pair = first / 2; pair < (end + 1) / 2; pair++) {
+    const V4 b = tokens.pair(0, pair);
+    if (2 * pair >= first) mma(sum, weights[2 * pair * 32], b.x, b.y);
+    if (2 * pair + 1 < end) mma(sum, weights[(2 * pair + 1) * 32], b.z, b.w);
+  }
+}
+
+KERNEL void __launch_bounds__(THREADS, 1)
     moe_gate(bf16* h, u32* expert_id, float* expert_weight, const float* x, const float* norm, const V4* router, const u32* live, u32* step, u32 rows) {
   DYNAMIC_SHARED;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * TOKENS, tokens_here = min_of((int)rows - token, TOKENS);
-  const int part = warp / 8, slice = warp % 8;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp / 8, slice = warp % 8;
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0, token = blockIdx.x / CLUSTER * TOKENS, tokens_here = min_of((int)rows - token, TOKENS);
   V4* held = (V4*)(dynamic_shared + warp * Tile::HELD_BYTES);
-  float* all_slices = (float*)(dynamic_shared + 16 * Tile::HELD_BYTES);
+  float* all_slices = (float*)(dynamic_shared + HELD_SHARED);
   float* slices = all_slices + part * Tile::SHARED_FLOATS;
-  float* logits = all_slices + 2 * Tile::SHARED_FLOATS; /* [TOKENS][EXPERTS_PADDED] */
+  float* logits = all_slices + PARTS * Tile::SHARED_FLOATS; /* [TOKENS][EXPERTS_PADDED], of the rows that this block chooses for */
   bf16* normed = (bf16*)(logits + TOKENS * EXPERTS_PADDED);
   const int first = slice_begin(slice, SLICES, K_TILES), end = slice_begin(slice + 1, SLICES, K_TILES);
 
+  if (CLUSTER > 1) cluster_arrive(); /* every block has started before another stores into it */
   Tile::Work work;
-  int row_tile = part * ROW_TILES;
+  int row_tile = (rank * PARTS + part) * ROW_TILES;
   const V4* mine = router + (u64)row_tile * K_TILES * 32 + lane;
+  __shared__ u64 come;
   if (row_tile < ROUTER_TILES) {
-    work.start(mine, first, end);
-    if (HELD) work.hold(held, mine, first, end);
+    if (BULK) {
+      if (threadIdx.x == 0) start_bulk_copy(&come, dynamic_shared, mine - lane, BULK_BYTES);
+    } else {
+      work.start(mine, first, end);
+      if (HELD) work.hold(held, mine, first, end);
+    }
   }
-  u32 alive = 0; /* bit i: row i of the block */
+  u32 alive = 0; /* of row `lane` of the cluster; used last, so that nothing waits for it */
   if (lane < tokens_here) alive = ld_early_u32(live + token + lane);
-  alive = ballot(alive != 0);
   norm_weights_early<WEIGHT_K>(norm);
   wait_and_let_start<AT_ONCE>(rows); /* the shared experts' launch reads nothing early */
   norm_rows_to_shared<WEIGHT_K, STRIDE, 2>(normed, all_slices, tokens_here, norm, __uint_as_float(EPS_BITS),
                                            [&](int row) { return x + (u64)(token + row) * WEIGHT_K; });
-  for (int i = threadIdx.x; i < tokens_here * (WEIGHT_K / 8); i += 512) {
+  for (int i = rank * THREADS + threadIdx.x; i < tokens_here * (WEIGHT_K / 8); i += CLUSTER * THREADS) {
     const int row = i / (WEIGHT_K / 8), chunk = i % (WEIGHT_K / 8);
     st16(h + (u64)(token + row) * WEIGHT_K + chunk * 8, *(const V4*)(normed + row * STRIDE + chunk * 8));
   }
+  if (CLUSTER > 1) cluster_wait();
   const SharedTokens<K_TILES, STRIDE> tokens(normed, tokens_here, lane);
 #pragma unroll 1
-  for (int round = 0; round < ROUTER_TILES; round += 2 * ROW_TILES) { /* all threads of the block meet in each round */
+  for (int round = 0; round < ROUTER_TILES; round += SHARES * ROW_TILES) { /* all threads of the block meet in each round */
     const bool active = row_tile < ROUTER_TILES;
     if (HELD) copy_wait<0>(); /* a lane reads what it copied itself */
-    if (active) work.pass<1>(mine, first, end, nullptr, tokens);
-    const V4* next = mine + (u64)2 * ROW_TILES * K_TILES * 32;
-    const bool more = row_tile + 2 * ROW_TILES < ROUTER_TILES;
+    if (active) {
+      if (BULK) {
+        wait_for_bulk_copy(&come);
+        pass_in_shared(work.sum[0][0], (const V4*)dynamic_shared + lane, first, end, tokens);
+      } else {
+        work.pass<1>(mine, first, end, nullptr, tokens);
+      }
+    }
+    const V4* next = mine + (u64)SHARES * ROW_TILES * K_TILES * 32;
+    const bool more = row_tile + SHARES * ROW_TILES < ROUTER_TILES;
     if (more) { /* `sum` stays */
       work.start(next, first, end);
       if (HELD) work.hold(held, next, first, end);
@@ -149,11 +179,24 @@ KERNEL void __launch_bounds__(512, 1)
     for (int row = 0; row < ROW_TILES; row++) {
       if (row) sync_block();
       Tile::share(slices, work, row, slice, lane);
-      const int i = threadIdx.x % 256;
-      if (active && i < TOKENS * 16) logits[i / 16 * EXPERTS_PADDED + (row_tile + row) * 16 + i % 16] = Tile::total(slices, i / 16, i % 16);
+      const int i = threadIdx.x % 256, at = i / 16;
+      if (active && at < tokens_here) {
+        float* logit = logits + at * EXPERTS_PADDED + (row_tile + row) * 16 + i % 16;
+        const float value = Tile::total(slices, at, i % 16);
+        if (CLUSTER == 1) {
+          *logit = value;
+        } else {
+          st_cluster_f32(logit, at % CLUSTER, value);
+        }
+      }
     }
-    sync_block();
-    row_tile += 2 * ROW_TILES, mine = next;
+    if (round + SHARES * ROW_TILES < ROUTER_TILES || CLUSTER == 1) sync_block();
+    row_tile += SHARES * ROW_TILES, mine = next;
   }
-  if (warp < tokens_here) route(logits + warp * EXPERTS_PADDED, expert_id, expert_weight, alive >> warp & 1, step, token + warp, lane);
+  if (CLUSTER > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
+  const int chosen = warp * CLUSTER + rank;
+  if (chosen < tokens_here) route(logits + chosen * EXPERTS_PADDED, expert_id, expert_weight, from_lane_u32(alive, chosen) != 0, step, token + chosen, lane);
 }

@@ -156,6 +156,7 @@ fn plain(
         args,
         pdl: false,
         edge_out: true,
+        shared_first: false,
     }
 }
 

@@ -43,6 +43,8 @@ struct Function {
     parameters: Vec<usize>,
     /// Dynamic shared memory opted in to.
     shared_bytes: u32,
+    /// Shared memory has precedence over the L1 cache.
+    shared_first: bool,
 }
 
 impl Modules {
@@ -76,6 +78,7 @@ impl Modules {
         }
         for launch in launches {
             self.allow_shared(launch)?;
+            self.prefer_shared(launch)?;
         }
         self.report.load_ms += start.elapsed().as_secs_f64() * 1e3;
         Ok(())
@@ -128,6 +131,22 @@ impl Modules {
         function.shared_bytes = launch.shared_bytes;
         Ok(())
     }
+
+    /// Sets how the function of `launch` divides a multiprocessor's memory, if the launch says how.
+    fn prefer_shared(&mut self, launch: &Launch) -> Result<(), CudaError> {
+        let function = self.functions.get_mut(&launch.kernel).expect("loaded just before");
+        if !launch.shared_first || function.shared_first {
+            return Ok(());
+        }
+        const PERCENT: i32 = 100;
+        function
+            .handle
+            .set_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, PERCENT)
+            .map_err(fault("cuFuncSetAttribute"))
+            .during(|| format!("giving shared memory precedence for {}", launch.kernel.function))?;
+        function.shared_first = true;
+        Ok(())
+    }
 }
 
 fn load_function(module: &Arc<CudaModule>, kernel: &Kernel) -> Result<Function, CallError> {
@@ -141,7 +160,7 @@ fn load_function(module: &Arc<CudaModule>, kernel: &Kernel) -> Result<Function, 
         let code =
             unsafe { sys::cuFuncGetParamInfo(handle.cu_function(), parameters.len(), &raw mut offset, &raw mut size) };
         if code == sys::CUresult::CUDA_ERROR_INVALID_VALUE {
-            return Ok(Function { handle, parameters, shared_bytes: 0 });
+            return Ok(Function { handle, parameters, shared_bytes: 0, shared_first: false });
         }
         check("cuFuncGetParamInfo", code)?;
         parameters.push(size);

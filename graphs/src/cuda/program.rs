@@ -11,7 +11,7 @@ use super::launch::Call;
 use super::modules::Modules;
 use crate::plan::{PlacedOp, Plan};
 use slotgraph_kernels::Op;
-use slotgraph_kernels::launch::{GpuFacts, Launch};
+use slotgraph_kernels::launch::{GpuFacts, Launch, shared_first};
 
 /// A plan's ops with their launches, addresses still open.
 pub(super) struct Planned {
@@ -36,8 +36,14 @@ impl Planned {
             Op::Exchange(exchange) => Ok(Work::Exchange(exchange.clone())),
             op => op.launches(next, &plan, facts).map(Work::Launches),
         };
-        let work = plan.ops_with_next().map(work).collect::<Result<_, _>>();
-        let work = work.map_err(|source| CudaError::Launch { bucket, source })?;
+        let work = plan.ops_with_next().map(work).collect::<Result<Vec<_>, _>>();
+        let mut work = work.map_err(|source| CudaError::Launch { bucket, source })?;
+        let shared_first = shared_first(bucket, plan.ops.iter().map(|placed| &placed.op));
+        for work in &mut work {
+            if let Work::Launches(launches) = work {
+                launches.iter_mut().for_each(|launch| launch.shared_first = shared_first);
+            }
+        }
         Ok(Planned { plan, work })
     }
 
