@@ -38,10 +38,11 @@ impl Planned {
         };
         let work = plan.ops_with_next().map(work).collect::<Result<Vec<_>, _>>();
         let mut work = work.map_err(|source| CudaError::Launch { bucket, source })?;
-        let shared_first = shared_first(bucket, plan.ops.iter().map(|placed| &placed.op));
-        for work in &mut work {
-            if let Work::Launches(launches) = work {
-                launches.iter_mut().for_each(|launch| launch.shared_first = shared_first);
+        if shared_first(bucket, plan.ops.iter().map(|placed| &placed.op)) {
+            for work in &mut work {
+                if let Work::Launches(launches) = work {
+                    launches.iter_mut().for_each(Launch::put_shared_first);
+                }
             }
         }
         Ok(Planned { plan, work })

@@ -202,6 +202,15 @@ pub fn shared_first<'a>(rows: usize, mut ops: impl Iterator<Item = &'a Op>) -> b
     rows <= BESIDE_ATTENTION_ROWS && ops.any(|op| matches!(op, Op::MlaAttend(_)))
 }
 
+impl Launch {
+    /// Makes the launch `shared_first`, with a function of its own: the attribute is a function's, and what launches it in other steps keeps the driver's
+    /// choice.
+    pub fn put_shared_first(&mut self) {
+        self.shared_first = true;
+        self.kernel.defines.push(define("SHARED_FIRST", 1));
+    }
+}
+
 /// When a kernel lets its successor start (`wait_and_let_start` in `common.cuh`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Successor {
@@ -268,5 +277,19 @@ impl Op {
             (Op::MoeCombine(_), _) => Ok(Vec::new()),
             _ => self.launches(next, specs, gpu),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_launch_that_prefers_shared_memory_has_a_function_of_its_own() {
+        let usual = stamp(0);
+        let mut own = stamp(0);
+        own.put_shared_first();
+        assert!(own.shared_first && !usual.shared_first);
+        assert_ne!(own.kernel.unit(), usual.kernel.unit());
     }
 }
