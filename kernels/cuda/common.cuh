@@ -104,11 +104,6 @@ DI u32 ld_fresh_u32(const u32* at) {
   asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
-DI V2 ld_fresh8(const void* at) {
-  V2 v;
-  asm volatile("ld.volatile.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
-  return v;
-}
 DI V4 ld_fresh16(const void* at) {
   V4 v;
   asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
@@ -169,15 +164,7 @@ template <int SUCCESSOR> DI void let_start_after_loads() {
   if (SUCCESSOR == AFTER_LOADS) let_successor_start();
 }
 DI void fence_device() { __threadfence(); }
-DI void fence_system() { __threadfence_system(); }
 DI u32 count_arrival(u32* counter) { return atomicAdd(counter, 1u); }
-/* What this thread and, across the block barrier before it, its block wrote is seen by who sees the count. */
-DI void arrive_device(u32* counter, u32 amount) { asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(amount) : "memory"); }
-DI u32 ld_acquire_device(const u32* at) {
-  u32 v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  return v;
-}
 DI void add_counter(u32* counter, u32 amount) { atomicAdd(counter, amount); }
 DI void or_bits(u32* word, u32 bits) { atomicOr(word, bits); }
 /* In shared memory; integers, so the order does not matter. */
