@@ -415,7 +415,7 @@ struct Attend : Keys<CACHE_WIDTH, PAGES_PER_SLOT, WARPS> {
   DI void attend(const PartAt& part_at, const LoadQuery& load_query, bf16* out, float* scratch, u32* inboxes, int head, u32 rows) {
     const int groups = ceil_div(length, ATTENTION_GROUP), split = blockIdx.x, splits = gridDim.x;
     const Partials partials = {scratch + ((u64)row * GROUPS * HEADS_ALL + head) * VALUE_WIDTH,
-                               scratch + ((u64)rows * HEADS_ALL * VALUE_WIDTH + ((u64)row * ML_COPIES * HEADS_ALL + head) * 2) * GROUPS};
+                               scratch + ((u64)rows * HEADS_ALL * VALUE_WIDTH + ((u64)row * PARTIAL_COPIES * HEADS_ALL + head) * 2) * GROUPS};
     Rest rest = {};
     if (TEAM > 1 && groups * TEAM <= splits) {
       if (split < groups * TEAM) {

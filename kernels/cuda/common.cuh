@@ -7,6 +7,7 @@
  *                            hoisted above the wait (seen on H200: wrong bits, only with programmatic edges)
  *   early        ld_early*:  data of two or more nodes back (row slots, positions, block tables, expert choices), read before the wait
  *   fresh        ld_fresh*:  written by other blocks of this launch before an arrival was counted; bypasses L1
+ *   handed over  ld_relaxed*: words that other blocks of this launch store while they are polled, each its own arrival (fold.cuh)
  * Programmatic edges: every block waits before its first global write and before its first read of anything but weights and early data. So
  * "my predecessor has finished", known after the wait, is transitive. Most kernels let their successor start only after they have waited:
  * then whatever lies two launches back has finished when the successor starts. An eager kernel lets it start at once, so that it asks for its

@@ -8,10 +8,8 @@ constexpr u32 NOT_COME = 0x7fc12345u; /* a NaN that arithmetic does not make */
 DI void hand_over(float* at, float first, float second) { st_relaxed8(at, V2{__float_as_uint(first) ^ NOT_COME, __float_as_uint(second) ^ NOT_COME}); }
 DI float handed_over(u32 word) { return __uint_as_float(word ^ NOT_COME); }
 
-/* Most blocks that may share a head's columns; each reads a copy of its own of every m and l. */
-constexpr int ML_COPIES = 8;
-
-/* A row's partials, from this block's first head on: o [groups, HEADS_ALL, VALUE_WIDTH], and m with l [ML_COPIES, HEADS_ALL, groups, 2]. */
+/* A row's partials, from this block's first head on: o [groups, HEADS_ALL, VALUE_WIDTH], and m with l [PARTIAL_COPIES, HEADS_ALL, groups, 2]: a copy for
+ * each block that may take columns of one head. */
 struct Partials {
   float *o, *ml;
 };
@@ -19,7 +17,7 @@ struct Partials {
 /* Who folds what: of `blocks` blocks, `copies` take columns of the same head, or one takes `heads` whole heads. */
 template <int HEADS, int VALUE_WIDTH> struct Shares {
   int copies, heads, columns;
-  DI Shares(int blocks) : copies(min_of(blocks / HEADS, ML_COPIES)), heads(1), columns(0) {
+  DI Shares(int blocks) : copies(min_of(blocks / HEADS, PARTIAL_COPIES)), heads(1), columns(0) {
     if (copies == 0) copies = 1, heads = ceil_div(HEADS, blocks);
     columns = ceil_div(ceil_div(VALUE_WIDTH, copies), 16) * 16;
     copies = ceil_div(VALUE_WIDTH, columns); /* none of them without a reader */
@@ -39,7 +37,7 @@ template <int HEADS, int HEADS_ALL, int VALUE_WIDTH, int GROUPS, int WARPS, int 
   const Partials& partials; /* from the total on */
   int count, copy;
   float* largest; /* [16] of the partials so far, by head of the pass */
-  F4* factors;    /* [heads of the pass][held] of the total, of the partial, l · b */
+  F4* factors;    /* [heads of the pass][held] of the total, of the partial, l · b, unused */
   float* staged;  /* [held][columns of the pass] */
 
   /* Partials that are summed in one go. The last batch is filled up with some that leave every sum as it is, of both zeros too: sum · 1 + −0 · 1. */

@@ -9,7 +9,7 @@
  * Numerics  eight slices (gemm.cuh), norm.cuh; softmax in fp32: exp_fast, the sum by lanes id mod 32 ascending, then the tree over lanes
  *           (kernels/src/math/route.rs sums by ascending id); ties to the lowest id; the sum of norm_topk_prob by ascending id
  * Pad rows  expert u32::MAX, weight 0, not counted      Capture   no allocation, sync or readback
- * Cost      EXPERTS · WEIGHT_K · 2 B a block, latency; no spills
+ * Cost      EXPERTS · WEIGHT_K · 2 B a cluster, latency; no spills
  * Reference kernels/src/ops/moe_gate.rs */
 static_assert(WEIGHT_K % 16 == 0 && SLICES == 8, "this kernel is written for eight slices, one a warp");
 static_assert(TOP_K <= 32, "a lane holds a choice");

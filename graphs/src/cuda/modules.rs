@@ -138,10 +138,10 @@ impl Modules {
         if !launch.shared_first || function.shared_first {
             return Ok(());
         }
-        const PERCENT: i32 = 100;
+        let most = sys::CUshared_carveout_enum::CU_SHAREDMEM_CARVEOUT_MAX_SHARED as i32;
         function
             .handle
-            .set_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, PERCENT)
+            .set_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, most)
             .map_err(fault("cuFuncSetAttribute"))
             .during(|| format!("giving shared memory precedence for {}", launch.kernel.function))?;
         function.shared_first = true;

@@ -3,7 +3,7 @@
 //! Called by `Kernel::unit`. **Invariant:** a name here is the Rust name with its module in front, in capitals.
 
 use crate::entry::{self, header, logit_row, output, record, row, slot};
-use crate::ops::step;
+use crate::ops::{self, step};
 use crate::{contract, dummy};
 
 pub(super) fn defines() -> String {
@@ -25,6 +25,7 @@ fn numbers() -> Vec<(&'static str, usize)> {
         ("PAGE_TOKENS", contract::PAGE_TOKENS),
         ("ATTENTION_GROUP", contract::ATTENTION_GROUP),
         ("ATTENTION_TILE", contract::ATTENTION_TILE),
+        ("PARTIAL_COPIES", ops::PARTIAL_COPIES),
         ("TOP_LOGPROBS_MAX", contract::TOP_LOGPROBS_MAX),
         ("STOP_IDS_MAX", contract::STOP_IDS_MAX),
         ("EOS_IDS_MAX", contract::EOS_IDS_MAX),

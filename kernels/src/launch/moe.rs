@@ -1,6 +1,6 @@
 //! Geometry of the mixture-of-experts ops. No choice here changes a bit.
 //!
-//! `moe_gate`: a block routes eight rows; the shared experts' first half is a launch of its own behind it, under which `moe_up` starts.
+//! `moe_gate`: a cluster of blocks routes eight rows; the shared experts' first half is a launch of its own behind it, under which `moe_up` starts.
 //! `moe_up`: the GPU's blocks walk (active expert, row tile) items. `moe_down`: at few rows a block owns 16 outputs and all their experts; at
 //! more the GPU's blocks walk items and leave each expert's output in the workspace for a second launch to sum. Neither needs atomics.
 
@@ -11,7 +11,7 @@ use crate::Specs;
 use crate::contract::{EXPERT_SHARDS, K_TILE, ROW_TILE, shard_of};
 use crate::ops::{MoeDown, MoeGate, MoeSum, MoeUp, TopkMethod};
 
-/// Rows of a `moe_gate` block.
+/// Rows of a `moe_gate` cluster.
 const GATE_ROWS: usize = 8;
 /// Shared memory that a `moe_gate` block of one row asks for, so that the shared experts' blocks behind it, whose weights it would wait behind, start on
 /// other multiprocessors (H200, DeepSeek-V2-Lite: 2.11 ms a step at 32,000 tokens without, 2.08 so).

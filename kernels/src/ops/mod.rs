@@ -120,8 +120,10 @@ pub struct Paged {
     pub block_table: BufferId,
 }
 
-/// Floats of an attention partial beside its values: m and l, for as many as may fold columns of one head (`fold.cuh`, ML_COPIES).
-pub const PARTIAL_NORMS: usize = 2 * 8;
+/// Most blocks that may fold columns of one head, each with copies of its own of every m and l (`fold.cuh`).
+pub const PARTIAL_COPIES: usize = 8;
+/// Floats of an attention partial beside its values: the copies of m and l.
+pub const PARTIAL_NORMS: usize = 2 * PARTIAL_COPIES;
 
 /// Every op.
 #[derive(Clone, Debug, PartialEq)]
